@@ -80,7 +80,8 @@ def read_rare_settings(
     """A callback that parses "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
     values: dict[str, Any] = {}
     for part in () if text is None else text.split(","):
-        name, _, value = part.strip().replace("-", "_").partition("=")
+        name, _, value = part.strip().partition("=")
+        name = name.replace("-", "_")
         try:
             values[name] = RARE_SETTINGS[name](value)
         except (KeyError, ValueError):
@@ -183,6 +184,12 @@ model_options = options(
             show_default=True,
             help="Of the weights; auto takes bfloat16 where the processor computes in it, else "
             "float32.",
+        ),
+        bits=click.option(
+            "--bits",
+            type=click.Choice(["8", "4"]),
+            help="On a CPU: round the target's matrices to so many bits; says what that costs. "
+            "[default: as they are]",
         ),
         offload=click.option(
             "--offload",

@@ -29,6 +29,7 @@ def load_pair(
     offload: str | None = None,
     memory: str | None = None,
     placement: str = "auto",
+    bits: str | None = None,
 ) -> Pair:
     """The models that the options name, loaded while a spinner is shown; warns about them."""
     with status("loading models"):
@@ -41,7 +42,8 @@ def load_pair(
         busy = ""
         if device == "cpu" and placement == "auto":  # before loading makes cores busy
             busy = _busy_text(torch.get_num_threads())
-        pair = load_pair(target, draft, device, dtype, placement, offload, memory)
+        size = int(bits) if bits else None
+        pair = load_pair(target, draft, device, dtype, placement, offload, memory, size)
     for remark in filter(None, [busy, *pair.remarks]):
         warn(remark)
     return pair

@@ -46,10 +46,11 @@ def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
     Where fewer than `count` tokens have a probability, the rest are drawn uniformly from the
     others. `bits` int32 [nodes, vocabulary].
     """
-    # (bits + 0.5) / 2^31 is uniform in (0, 1), so the times are exponential with rate 1; -log1p
+    # (bits + 0.5) / 2^31 is uniform in (0, 1), so the times are exponential with rate 1; log1p
     # keeps the smallest ones exact, which win
-    times = -torch.log1p(-(bits.float() + 0.5) / 2**31)
-    keys = torch.where(probs > 0, probs / times, -times)  # tokens of probability 0 come last
+    minus_times = bits.float().add_(0.5).mul_(-(2.0**-31)).log1p_()
+    # tokens of probability 0 come last
+    keys = torch.where(probs > 0, -probs / minus_times, minus_times)
     return keys.topk(count, -1).indices
 
 

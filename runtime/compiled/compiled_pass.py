@@ -48,6 +48,14 @@ class Workers:
             other.result()
 
 
+def visible_slots(mask: Tensor) -> NDArray[np.bool_]:
+    """bool [rows, slots in multiples of 16] from an additive mask [rows, slots]."""
+    rows, extent = mask.shape
+    visible = np.zeros((rows, round_up(extent, LANES)), np.bool_)
+    np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
+    return visible
+
+
 class CompiledPass:
     """Runs packed layers over rows. Its scratch memory lets one pass run at a time."""
 
@@ -72,31 +80,32 @@ class CompiledPass:
         )  # fmt: skip
 
     def __call__(
-        self, cache: CompiledCache, x: NDArray[np.float32], positions: Tensor, slots: Tensor,
-        mask: Tensor, logits_to_keep: int = 0, layers: Sequence[int] = (),
-        first: NDArray[np.float32] | None = None,
+        self, cache: CompiledCache, x: NDArray[np.float32], positions: NDArray[np.int64],
+        slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int = 0,
+        layers: Sequence[int] = (), first: NDArray[np.float32] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over rows: their logits, and hidden states after so many `layers` (-1: normed).
 
-        `x` float32 [rows, width]; `mask` [rows, extent], additive; `first`: see `Inputs`. Returns
-        float32 [rows to keep, vocabulary] and [rows, states * width].
+        `x` float32 [rows, width]; `visible` and `first`: see `Inputs`. Returns float32 [rows to
+        keep, vocabulary] and [rows, states * width], and notes in the cache if a logit is not
+        finite.
         """
-        rows, extent = mask.shape
-        visible = np.zeros((rows, round_up(extent, LANES)), np.bool_)
-        np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
+        rows, extent = visible.shape
         kept = logits_to_keep or rows
         logits = np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32)
         hidden = np.empty((len(layers), rows, self.padded_width), np.float32)
         outputs = Outputs(logits, hidden, np.array(layers, np.int64))
         with self.workers.lock:  # scratch memory serves one pass at a time
-            self._reserve(rows, round_up(extent, LANES))
+            self._reserve(rows, extent)
             self._reserve_rotary(cache.capacity)
             self.x[:, :rows, : self.width] = x
             inputs = Inputs(
-                self.x, np.zeros((0, 0), np.float32) if first is None else first, positions.numpy(),
-                slots.numpy(), visible, self.rotary, cache.keys, cache.values,
+                self.x, np.zeros((0, 0), np.float32) if first is None else first, positions, slots,
+                visible, self.rotary, cache.keys, cache.values,
             )  # fmt: skip
             self.workers.run(self.packed.model, inputs, self.scratch, outputs)
+        if not np.isfinite(logits.max(-1)).all():
+            cache.finite.fill_(False)
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits)[:, : self.vocabulary], states
 

@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.compiled.cache import CompiledCache
-from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass
+from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass, visible_slots
 from sequoia_plan.runtime.compiled.forward import UNIT, project, put_side_by_side
 from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
-from sequoia_plan.runtime.compiled.weights import blocks_of, describe, pack_model
+from sequoia_plan.runtime.compiled.vectors import LANES
+from sequoia_plan.runtime.compiled.weights import Embedding, blocks_of, describe, pack_model
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
 from sequoia_plan.runtime.models.model_state import Copy, State, Watch, copied, weights
@@ -36,10 +40,12 @@ class CompiledEagle(Copy):
             convert=in_8_bits,
         )  # fmt: skip
         self.fc = pack(in_8_bits(blocks_of(draft.fc.weight)), Arena())
+        self.described_fc = describe(self.fc)
         self.runner = CompiledPass(
             packed, config.hidden_size, config.intermediate_size, len(head.weight),
             config.num_key_value_heads, draft.rotary_emb, self.dtype, 1,
         )  # fmt: skip
+        self.embed = Embedding(draft.get_input_embeddings())
         self.norms = [
             norm.weight.detach().float().numpy()
             for norm in (first.input_layernorm, first.hidden_norm)
@@ -66,27 +72,79 @@ class CompiledEagle(Copy):
         rows = np.zeros((len(hidden_states), self.fc.inputs), np.float32)
         rows[:, : hidden_states.shape[1]] = hidden_states.float().numpy()
         features = np.empty((len(rows), self.fc.padded_outputs), np.float32)
-        project(describe(self.fc), rows, features)
+        project(self.described_fc, rows, features)
         return torch.from_numpy(features)[:, : self.fc.outputs]
 
     def __call__(
-        self, cache: CompiledCache, embedded: Tensor, features: Tensor, positions: Tensor,
+        self, cache: CompiledCache, tokens: Tensor, features: Tensor, positions: Tensor,
         slots: Tensor, mask: Tensor, logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """One pass over rows: the logits of the last ones, and all rows' outputs.
+        """One pass over rows: the logits and outputs of the last ones.
 
-        `embedded`, `features` [rows, width].
+        `features` float32 [rows, width].
         """
-        rows, width = features.shape
-        x = features.float().numpy()
+        places = positions.numpy(), slots.numpy(), visible_slots(mask)
+        return self._read(cache, tokens.numpy(), features.numpy(), *places, logits_to_keep)
+
+    def _read(
+        self, cache: CompiledCache, tokens: NDArray[np.int64], x: NDArray[np.float32],
+        positions: NDArray[np.int64], slots: NDArray[np.int64], visible: NDArray[np.bool_],
+        logits_to_keep: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The same; `visible`: see `forward.Inputs`."""
+        rows, width = x.shape
         first = np.zeros((rows, -(-2 * width // UNIT) * UNIT), np.float32)
         epsilon = self.runner.packed.model.epsilon
-        put_side_by_side(embedded.float().numpy(), x, *self.norms, epsilon, first)
+        put_side_by_side(self.embed(tokens), x, *self.norms, epsilon, first)
         if self.residual_is_normed:
             x = first[:, width : 2 * width]
-        return self.runner(
-            cache, x, positions, slots, mask, logits_to_keep, self.output_layers, first
+        logits, outputs = self.runner(
+            cache, x, positions, slots, visible, logits_to_keep, self.output_layers, first
         )
+        return logits, outputs[-logits_to_keep:]
+
+    def read_level(
+        self, draft_pass: Any, sequence: SequenceState, previous: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One pass of a step (see `EagleDrafter.forward`); `previous` [rows, width]: outputs."""
+        cache: Any = sequence.draft
+        mask = draft_pass.mask[:0] if previous is None else draft_pass.mask
+        tokens, feature_slots, positions, slots, visible = place_rows(
+            int(sequence.length), draft_pass.input_slots.numpy(), draft_pass.offsets.numpy(),
+            mask.float().numpy(), sequence.tokens.numpy(),
+        )  # fmt: skip
+        if previous is None:
+            features = cache.recent_features.numpy()
+            features = features[feature_slots % len(features)]
+        else:
+            features = previous.numpy()[draft_pass.parent_rows.numpy()]
+        num_logits = draft_pass.num_parents
+        return self._read(cache, tokens, features, positions, slots, visible, num_logits)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def place_rows(length, input_slots, offsets, mask, tokens):
+    """Of each row: its token, its feature's slot, its position, its slot, and which it sees.
+
+    `mask` float32 [rows, tree size + 2], or [0, n] for committed tokens.
+    """
+    rows, size = input_slots.shape[0], max(mask.shape[1] - 2, 0)
+    of_token, feature_slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    visible = np.zeros((rows, -(-(length + size) // LANES) * LANES), np.bool_)
+    for row in range(rows):
+        slot = length + input_slots[row]
+        read = max(slot, 0)
+        of_token[row], feature_slots[row] = tokens[read], read - 1
+        positions[row] = max(length + offsets[row] - 1, 0)
+        slots[row] = slot if slot >= 0 else length - slot
+        if mask.shape[0]:
+            visible[row, 1:length] = True
+            for node in range(size):
+                visible[row, length + node] = length + node > 0 and mask[row, 1 + node] >= 0
+        else:
+            visible[row, min(read, 1) : read + 1] = True
+    return of_token, feature_slots, positions, slots, visible
 
 
 def _copied(draft: Any) -> State:

@@ -105,17 +105,23 @@ def encoded_bytes(format: Format, encoding: int, inputs: int) -> int:
 
 
 def _emit_encoded_group(
-    emit: Emitter, source: Any, numbers: Any, scales: Any, total: Any, group: int, as_floats: int
+    emit: Emitter, source: Any, numbers: Any, scales: Any, total: Any, number: int, as_floats: int
 ) -> None:
-    """Store a group of numbers as integers of 8 bits with a scale for each 16, and its total."""
-    builder, totals = emit.builder, []
+    """Store a group of numbers as integers of 8 bits with a scale for each 16, and its total.
+
+    Where a format's offset is its scale times a number, the total is stored times that number.
+    """
+    builder, totals, format = emit.builder, [], FORMATS[number]
+    magnitude, group = ir.Constant(WORDS, [0x7FFFFFFF] * LANES), format.group
     for start in range(0, group, LANES):
         part = emit.load(emit.at(source, 4 * start), FLOATS)
-        sizes = emit.call("llvm.fabs.v16f32", FLOATS, part)
-        largest = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, sizes)
+        # compared as integers, which keeps NaN
+        sizes = builder.and_(builder.bitcast(part, WORDS), magnitude)
+        largest = emit.call("llvm.vector.reduce.umax.v16i32", WORD, sizes)
+        largest = builder.bitcast(largest, FLOAT)
         is_zero = builder.fcmp_ordered("==", largest, FLOAT(0.0))
         inverse = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(127.0), largest))
-        scale = builder.fdiv(largest, FLOAT(127.0))
+        scale = builder.fmul(largest, FLOAT(1 / 127))
         whole = builder.fmul(part, emit.splat(inverse))
         whole = emit.call("llvm.rint.v16f32", FLOATS, whole)
         integers = builder.fptosi(whole, WORDS)
@@ -128,15 +134,16 @@ def _emit_encoded_group(
         # of the rounded numbers: with the exact sum, a weight's offset would not cancel
         count = emit.call("llvm.vector.reduce.add.v16i32", WORD, integers)
         totals.append(builder.fmul(scale, builder.sitofp(count, FLOAT)))
-    emit.store(functools.reduce(builder.fadd, totals), total, align=4)
+    sum_of_group = functools.reduce(builder.fadd, totals)
+    factor = 1.0 if format.offset_scales is None else float(format.offset_scales)
+    emit.store(builder.fmul(sum_of_group, FLOAT(factor)), total, align=4)
 
 
 @intrinsic(prefer_literal=True)
-def encode_group(context, source, numbers, scales, total, group, as_floats):
+def encode_group(context, source, numbers, scales, total, number, as_floats):
     """See `_emit_encoded_group`."""
-    return emitted(
-        _emit_encoded_group, (source, numbers, scales, total, group, as_floats), literals=2
-    )
+    arguments = (source, numbers, scales, total, number, as_floats)
+    return emitted(_emit_encoded_group, arguments, literals=2)
 
 
 def _emit_bfloat16(emit: Emitter, source: Any, numbers: Any) -> None:
@@ -242,25 +249,30 @@ def _emit_integer_group(
     weights = emit.at(tile, (group, format.block_bytes(encoding)))
     scales = emit.at(scales, (group, format.group_bytes))
     scale = emit.floats(scales, format.scale)
-    if format.offset_scales is None:
+    has_offset = format.offset_scales is None
+    if has_offset:
         offset = emit.floats(emit.at(scales, format.group_bytes // 2), format.scale)
-    else:
-        factor = ir.Constant(FLOATS, [float(format.offset_scales)] * LANES)
-        offset = builder.fmul(scale, factor)
     number_bytes = NUMBER_BYTES[encoding]
     numbers = [emit.at(row, (group, format.group * number_bytes)) for row in rows]
     parts = format.group // LANES
     quads = _emit_quads(emit, format, weights)
     for row, row_numbers, (variable,) in zip(rows, numbers, totals, strict=True):
         row_scales = emit.at(row, (groups, format.group * number_bytes))
+        row_total = emit.load_splat(emit.at(row_scales, (groups, 4 * parts), (group, 4)), FLOAT)
+        total = None if has_offset else row_total
         for part in range(parts):
             part_quads = quads[4 * part : 4 * part + 4]
             start = emit.at(row_numbers, LANES * number_bytes * part)
-            total = _emit_integer_sum(emit, encoding, part_quads, start)
+            products = _emit_integer_sum(emit, encoding, part_quads, start)
             row_scale = emit.load_splat(emit.at(row_scales, (group, 4 * parts), 4 * part), FLOAT)
-            emit.add_product(total, builder.fmul(scale, row_scale), variable)
-        row_total = emit.at(row_scales, (groups, 4 * parts), (group, 4))
-        emit.add_product(offset, emit.load_splat(row_total, FLOAT), variable)
+            total = (
+                builder.fmul(products, row_scale)
+                if total is None
+                else emit.fma(products, row_scale, total)
+            )
+        emit.add_product(scale, total, variable)
+        if has_offset:
+            emit.add_product(offset, row_total, variable)
 
 
 def _emit_quads(emit: Emitter, format: Format, weights: Any) -> list[Any]:
@@ -343,7 +355,7 @@ def encoder(number: int, encoding: int) -> Any:
                         target + first * number_bytes,
                         scales + first // LANES * 4,
                         totals + 4 * part,
-                        group,
+                        number,
                         as_floats,
                     )
             elif encoding == ENCODE_BFLOAT16:

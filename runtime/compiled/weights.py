@@ -78,11 +78,12 @@ def pack_model(
     layers: list[Any], final_norm: Any, head: Any, config: Any, head_dim: int, key_bytes: int,
     blocks: Callable[[int, str], Blocks] | None = None, head_blocks: Blocks | None = None,
     convert: Callable[[Blocks], Blocks] = lambda blocks: blocks,
+    convert_head: Callable[[Blocks], Blocks] | None = None,
 ) -> Packed:  # fmt: skip
     """Pack layers of transformers, the norm after them, and the output head.
 
     `blocks(layer, name)` gives the weights of a layer's matrix that are used in its module's place;
-    `convert` changes those that modules have.
+    `convert` changes those that modules have, `convert_head` the head's.
     """
     packed, rows, arena = [], [], Arena()
     for number, layer in enumerate(layers):
@@ -92,7 +93,7 @@ def pack_model(
                 pack(given or convert(blocks_of(layer.get_submodule(name).weight)), arena)
             )
             rows.append(describe(packed[-1]))
-    packed.append(pack(head_blocks or convert(blocks_of(head.weight)), arena))
+    packed.append(pack(head_blocks or (convert_head or convert)(blocks_of(head.weight)), arena))
     attention = [layer.self_attn for layer in layers]
     pairs = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
     head_norms, biases = np.zeros((0, 2, 0), np.float32), np.zeros((0, 0), np.float32)
@@ -134,6 +135,17 @@ def _stacked(rows: Any) -> NDArray[np.float32]:
     return np.array([[part.detach().float().numpy() for part in row] for row in rows])
 
 
+class Embedding:
+    """Embeddings of a module's own table."""
+
+    def __init__(self, table: Any) -> None:
+        self.blocks = blocks_of(table.weight)
+
+    def __call__(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """int64 [n] -> float32 [n, width]; the last one's for tokens that the table lacks."""
+        return self.blocks.rows(np.minimum(tokens, len(self.blocks.numbers) - 1)).dense()
+
+
 class GgufWeights:
     """The matrices of a GGUF file that a model was converted from."""
 
@@ -159,9 +171,9 @@ class GgufWeights:
         name = "output.weight" if "output.weight" in self.tensors else "token_embd.weight"
         return read_blocks(self.tensors[name])
 
-    def embed(self, tokens: Tensor) -> NDArray[np.float32]:
+    def embed(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """The embeddings of tokens (int64 [n]), float32 [n, width]."""
-        return read_blocks(self.tensors["token_embd.weight"], tokens.numpy()).dense()
+        return read_blocks(self.tensors["token_embd.weight"], tokens).dense()
 
     def _head_dim(self, name: str) -> int:
         """The numbers of one head."""

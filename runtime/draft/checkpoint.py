@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.errors import first_line
+from sequoia_plan.runtime.base.errors import first_line, one_line
 from sequoia_plan.runtime.models.pretrained import downloaded_folder
 
 EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
@@ -80,6 +80,19 @@ def find_checkpoint(source: str) -> Checkpoint | None:
     }
     used = {name: weights[name] for name in weights.keys() - UNUSED_TENSORS}
     return Checkpoint(source, algorithm or EAGLE1, config, used)
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor], like: Tensor) -> None:
+    """Give a module all of its weights, in the dtype and on the device of `like`."""
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            raise SequoiaPlanError(f"{name}: found {tensor.dtype}, expected floating point")
+    try:
+        module.load_state_dict({n: t.to(like) for n, t in weights.items()}, assign=True)
+    except RuntimeError as error:
+        raise SequoiaPlanError(
+            f"its weights do not fit its config.json and this target: {one_line(error)}"
+        ) from error
 
 
 def _algorithm_of(config: Mapping[str, Any], folder: str) -> str | None:

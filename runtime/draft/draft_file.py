@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.runtime.base.errors import one_line
+from sequoia_plan.runtime.draft.checkpoint import load_weights
 from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 from sequoia_plan.runtime.models.vocabulary import check_d2t
 
@@ -132,16 +133,12 @@ def _load(settings: dict[str, Any], tensors: dict[str, Tensor], target: Any) -> 
     for name, tensor in tensors.items():
         if tensor.dtype == torch.int8:
             scale = weights.pop(f"{name}.scale", None)
-            if scale is None or scale.shape != tensor.shape[:1]:
-                raise SequoiaPlanError(f"{name}.scale: expected a number for each row of {name}")
+            if scale is None or scale.shape != tensor.shape[:1] or scale.dtype != torch.float32:
+                raise SequoiaPlanError(
+                    f"{name}.scale: expected float32, one for each row of {name}"
+                )
             weights[name] = tensor.float() * scale[:, None]
-        elif not tensor.is_floating_point():
-            raise SequoiaPlanError(f"{name}: found {tensor.dtype}, expected int8 or floating point")
-    missing, unexpected = draft.load_state_dict(weights, strict=False)
-    missing.remove(EMBEDDINGS_KEY)
-    for names, problem in ((unexpected, "a tensor too many"), (missing, "no such tensor")):
-        if names:
-            raise SequoiaPlanError(f"{names[0]}: {problem}")
+    load_weights(draft, weights | {EMBEDDINGS_KEY: embeddings.weight}, embeddings.weight)
     return draft.eval()
 
 

@@ -26,7 +26,7 @@ class DraftPass:
 
     `input_slots` int64 [width]; `offsets` int64 [width]; `mask` [width, size + 2]; `draw_index`
     int64 [new nodes]; `new_nodes` int64 [new nodes]; `parent_rows` int64 [width]; `logit_rows`
-    int64 [num_parents].
+    int64 [num_parents]; `looked_up` int64 [2, nodes], their parents' rows and the nodes.
     """
 
     input_slots: Tensor
@@ -38,8 +38,12 @@ class DraftPass:
     new_nodes: Tensor
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
+<<<<<<< HEAD
     looked_up: tuple[tuple[int, int], ...] = ()
     later: tuple[DraftPass, ...] = ()
+=======
+    looked_up: Tensor | None = None
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -151,13 +155,12 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     return tuple(passes)
 
 
-def distinct_slots(length: Tensor, input_slots: Tensor) -> Tensor:
-    """int64 [tokens]: the slots that a pass writes, each once, also where the text is short.
+def distinct_slots(length: Tensor, slots: Tensor) -> Tensor:
+    """int64 [tokens]: `slots` with others for those below 0, so that a pass writes each once.
 
     A pass may read more committed tokens than there are. Rows for tokens before the first one go to
     slots of nodes, which no row of this pass sees and which a later pass writes before it reads.
     """
-    slots = length + input_slots
     return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
 
 
@@ -171,10 +174,11 @@ def children_to_draw(
     nodes = np.flatnonzero(np.isin(tree.parents, parents))
     rows = np.searchsorted(parents, tree.parents[nodes])
     ranks = tree.ranks[nodes] - 1
-    looked_up: tuple[tuple[int, int], ...] = ()
+    looked_up: Tensor | None = None
     if tree.looks_up:
         is_on_spine = tree.classes[nodes] == 0  # a first child, which is not drawn
-        looked_up = tuple(zip(rows[is_on_spine].tolist(), nodes[is_on_spine].tolist(), strict=True))
+        if is_on_spine.any():
+            looked_up = torch.as_tensor(np.stack([rows, nodes])[:, is_on_spine], device=device)
         ranks = ranks - (tree.classes[tree.parents[nodes]] == 0)  # its siblings begin with rank 0
         nodes, rows, ranks = nodes[~is_on_spine], rows[~is_on_spine], ranks[~is_on_spine]
     max_children = int(ranks.max(initial=-1)) + 1
@@ -213,6 +217,7 @@ def draft_tree(
         pass_probs, children = draw_children(
             drafter, draft_pass, output.logits, sequence, slots, sampling, pass_bits
         )
+<<<<<<< HEAD
         largest_logits.append(output.logits.amax(-1))
         if sampling.greedy:  # verification reads the tokens alone
             continue
@@ -224,6 +229,21 @@ def draft_tree(
         drawn.append(columns_by_rank)
     sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
     return DraftedTree(torch.cat(probs[-len(passes) :]), torch.cat(drawn[-len(passes) :]))
+=======
+        if sampling.greedy:  # which verifies tokens alone
+            continue
+        probs.append(pass_probs)
+        padding = branching - draft_pass.max_children  # so that all passes have as many columns
+        columns_by_rank = torch.nn.functional.pad(children, (0, padding))
+        if draft_pass.looked_up is not None:  # the draws are children from the second on
+            rows = draft_pass.looked_up[0]
+            columns_by_rank[rows, 1:] = columns_by_rank[rows, :-1]
+        drawn.append(columns_by_rank)
+    nothing = sequence.tokens[:0]
+    return (
+        DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else DraftedTree(nothing, nothing)
+    )
+>>>>>>> main
 
 
 def draw_children(
@@ -242,12 +262,14 @@ def draw_children(
     numbers for each]; returns float32 [num_parents, vocabulary].
     """
     count = draft_pass.max_children
-    if not draft_pass.looked_up:
+    if draft_pass.looked_up is None:
         probs, drawn = sampling.draw_children(logits, count, bits)
     else:
+        rows, nodes = draft_pass.looked_up
+        tokens, d2t = sequence.tokens[sequence.length + nodes, None], drafter.d2t
+        own_tokens = torch.arange(drafter.vocabulary, device=rows.device) if d2t is None else d2t
         is_looked_up = torch.zeros_like(logits, dtype=torch.bool)
-        for row, child in draft_pass.looked_up:
-            is_looked_up[row] = is_token(drafter, sequence.tokens[sequence.length + child])
+        is_looked_up[rows] = tokens == own_tokens
         logits = logits.masked_fill(is_looked_up, -torch.inf)
         # One draw more than needed: where the draft leaves too few tokens, the one that is looked
         # up may be among the draws, and goes to the end.
@@ -261,13 +283,3 @@ def draw_children(
     tokens = children if drafter.d2t is None else drafter.d2t[children]
     sequence.tokens.index_copy_(0, slots, tokens)
     return probs, drawn
-
-
-def is_token(drafter: Drafter, token: Tensor) -> Tensor:
-    """bool [draft vocabulary]: which entry of the draft's vocabulary is this token, if any.
-
-    `token` int64 [1].
-    """
-    if drafter.d2t is not None:
-        return drafter.d2t == token
-    return torch.arange(drafter.vocabulary, device=token.device) == token

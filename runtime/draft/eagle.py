@@ -60,7 +60,8 @@ class EagleDrafter(HiddenStateDrafter):
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (RECENT, self.model.config.hidden_size)
-        cache.recent_features = torch.zeros(shape, dtype=self.model.dtype, device=device)
+        dtype = torch.float32 if self.compiled_pass else self.model.dtype
+        cache.recent_features = torch.zeros(shape, dtype=dtype, device=device)
         return cache
 
     def prefill(self, cache: Any, tokens: Tensor) -> None:
@@ -91,18 +92,36 @@ class EagleDrafter(HiddenStateDrafter):
         """Each token is read together with the feature of the token before it.
 
         The first pass reads committed tokens, whose features are recorded, and later passes read
-        nodes, whose features are the hidden states of their parents in the previous pass.
+        nodes, whose features are the hidden states of their parents in the previous pass. The first
+        pass hides slot 0 in `columns`, for the later ones.
         """
+        if self.compiled_pass:
+            outputs = previous and previous.hidden_states
+            logits, outputs = self.compiled_pass.read_level(draft_pass, sequence, outputs)
+            return ForwardOutput(logits[:, : self.vocabulary], outputs)
         cache: Any = sequence.draft
+<<<<<<< HEAD
         passes = (draft_pass, *draft_pass.later)
         rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
         rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
         (read_slots, *rows), *later = rows_by_pass
+=======
+        slots = read_slots = sequence.length + draft_pass.input_slots
+        positions = sequence.length + draft_pass.offsets
+>>>>>>> main
         if previous is None:
+            # short texts have fewer committed tokens than this pass reads: token 0 stands for them
+            read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
             features = cache.recent_features[(read_slots - 1) % RECENT]
+<<<<<<< HEAD
+=======
+            mask = _mask_of_committed(read_slots, columns.numel(), draft_pass.mask.dtype)
+            columns[0] = draft_pass.mask.shape[1] - 1  # visible to no node: token 0 has no feature
+>>>>>>> main
         else:
             assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
+<<<<<<< HEAD
         tokens = sequence.tokens[read_slots]
         logits, outputs = self._read(cache, tokens, features, rows, draft_pass.num_parents)
         return ForwardOutput(logits, outputs, later)
@@ -141,6 +160,11 @@ class EagleDrafter(HiddenStateDrafter):
         angles = self.model.rotary_emb(self.model.fc.weight, positions[None])
         splits = (tensor.split(widths, -1) for tensor in (*slots, positions))
         return [*zip(*splits, masks, *(angle.split(widths, 1) for angle in angles), strict=True)]
+=======
+            mask = draft_pass.mask.index_select(1, columns)
+        tokens, num_logits = sequence.tokens[read_slots], draft_pass.num_parents
+        return self._read(cache, tokens, features, slots, positions, mask, num_logits)
+>>>>>>> main
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
@@ -174,7 +198,7 @@ class EagleDrafter(HiddenStateDrafter):
     def _fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
         model = self.compiled_pass or self.model
-        return model.fuse(hidden_states).to(self.dtype)
+        return model.fuse(hidden_states)
 
     def keep_features(self, cache: Any, slots: Tensor, features: Tensor) -> None:
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
@@ -204,9 +228,13 @@ class EagleDrafter(HiddenStateDrafter):
         slots, positions, mask, *angles = rows
         if self.compiled_pass:
             logits, outputs = self.compiled_pass(
-                cache, self.model.embed(tokens), features, positions, slots, mask, logits_to_keep
+                cache, tokens, features, positions, slots, mask, logits_to_keep
             )
+<<<<<<< HEAD
             return logits[:, : self.vocabulary], outputs[-logits_to_keep:].to(self.dtype)
+=======
+            return ForwardOutput(logits[:, : self.vocabulary], outputs)
+>>>>>>> main
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         cache.at(slots, mask.shape[1])
         with self.model.attending(slots):

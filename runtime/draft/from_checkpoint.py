@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import one_line
-from sequoia_plan.runtime.draft.checkpoint import DFLASH, EAGLE1, EAGLE3, Checkpoint
+from sequoia_plan.runtime.draft.checkpoint import DFLASH, EAGLE1, EAGLE3, Checkpoint, load_weights
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
@@ -46,43 +46,37 @@ LIKE_LAYER_IDS = re.compile(r"layer_?ids?$|aux.*layer")
 """Keys that say which hidden states a draft reads, if one knew how their numbers count."""
 MAX_BLOCK_SIZE = 4096
 """Tokens; published blocks have 8 to 16."""
-FLAG = (False, True)
-SETTINGS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
-    EAGLE1: ("eagle_config", {}),
-    EAGLE3: (
-        "eagle_config",
-        {
-            "eagle_aux_hidden_state_layer_ids": (),
-            "norm_before_residual": FLAG,
-            "norm_output": FLAG,
-            "norm_before_fc": FLAG,
-            "fc_norm": FLAG,
-            "use_aux_hidden_state": (True,),
-            "use_input_layernorm_in_first_layer": (True,),
-            "use_last_layernorm": (True,),
-            "use_mtp_layernorm": (False,),
-            "next_layer_regular": (True,),
-            "parallel_draft_step": (1,),
-            "parallel_draft_heads_num_layers": (),
-        },
-    ),
-    DFLASH: (
-        "dflash_config",
-        {
-            "block_size": (),
-            "mask_token_id": (),
-            "target_layer_ids": (),
-            "num_target_layers": (),
-            "is_causal": FLAG,
-            "causal": FLAG,
-            "sample_from_anchor": FLAG,
-            "sliding_window_non_causal": FLAG,
-            "use_aux_hidden_state": (True,),
-        },
-    ),
+ANY, FLAG, ON = (), (False, True), (True,)
+SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
+    EAGLE1: {},
+    EAGLE3: {
+        "eagle_aux_hidden_state_layer_ids": ANY,
+        "parallel_draft_heads_num_layers": ANY,
+        "norm_before_residual": FLAG,
+        "norm_output": FLAG,
+        "norm_before_fc": FLAG,
+        "fc_norm": FLAG,
+        "use_aux_hidden_state": ON,
+        "use_input_layernorm_in_first_layer": ON,
+        "use_last_layernorm": ON,
+        "next_layer_regular": ON,
+        "use_mtp_layernorm": (False,),
+        "parallel_draft_step": (1,),
+    },
+    DFLASH: {
+        "block_size": ANY,
+        "mask_token_id": ANY,
+        "target_layer_ids": ANY,
+        "num_target_layers": ANY,
+        "is_causal": FLAG,
+        "causal": FLAG,
+        "sample_from_anchor": FLAG,
+        "sliding_window_non_causal": FLAG,
+        "use_aux_hidden_state": ON,
+    },
 }
-"""The section of config.json for an algorithm, and its known keys, which may also be at the top:
-the values that each may have, or none where another function checks it."""
+"""By algorithm, the known keys of its section of config.json, which may also be at the top, and the
+values that they may have; those of `ANY` are checked where they are read."""
 
 
 def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> HiddenStateDraft:
@@ -98,19 +92,13 @@ def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> 
             f"({type(error).__name__}: {one_line(error)})"
         ) from error
     device = execution_device(target)
-    names = sorted(checkpoint.weights.keys() - {"d2t", "t2d"})
-    if odd_names := [name for name in names if not checkpoint.weights[name].is_floating_point()]:
-        raise checkpoint.error(
-            f"{odd_names[0]}: found {checkpoint.weights[odd_names[0]].dtype}, expected a floating "
-            "point dtype"
-        )
-    weights = {name: checkpoint.weights[name].to(device, dtype) for name in names}
+    weights = {
+        name: checkpoint.weights[name] for name in checkpoint.weights.keys() - {"d2t", "t2d"}
+    }
     try:
-        draft.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise checkpoint.error(
-            f"its weights do not fit its config.json and this target: {one_line(error)}"
-        ) from error
+        load_weights(draft, weights, torch.empty(0, dtype=dtype, device=device))
+    except SequoiaPlanError as error:
+        raise checkpoint.error(str(error)) from error
     # the buffers of rotary embeddings are computed, not loaded
     draft.rotary_emb = type(draft.rotary_emb)(draft.config).to(device)
     draft.d2t = None if draft.d2t is None else draft.d2t.to(device)
@@ -271,7 +259,8 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
     An unknown key of that section is refused, and so is a value that makes it another model.
     """
-    section_name, known = SETTINGS[checkpoint.algorithm]
+    known = SETTINGS[checkpoint.algorithm]
+    section_name = "dflash_config" if checkpoint.algorithm == DFLASH else "eagle_config"
     section = checkpoint.config.get(section_name) or {}
     if not isinstance(section, Mapping):
         raise checkpoint.error(f"{section_name}: found {section!r:.60}, expected a section")
@@ -284,8 +273,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     for key, values in known.items():
         value = settings.get(key)
         if values and value is not None and json.dumps(value) not in map(json.dumps, values):
-            expected = " or ".join(map(json.dumps, values))
-            raise checkpoint.error(f"{key}: found {value!r:.60}, expected {expected}")
+            raise checkpoint.error(f"{key}: found {value!r:.60}, expected one of {values}")
     return settings
 
 

@@ -69,13 +69,20 @@ class LanguageModelDrafter(Drafter):
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
         """Read the pass's tokens with the language model, and write to its cache."""
-        # a prompt of one token has no token before its root: token 0 stands for it
-        tokens = sequence.tokens[(sequence.length + draft_pass.input_slots).clamp_(min=0)]
-        positions = (sequence.length + draft_pass.offsets).clamp_(min=0)
-        slots = distinct_slots(sequence.length, draft_pass.input_slots)
+        slots = read_slots = sequence.length + draft_pass.input_slots
+        positions = sequence.length + draft_pass.offsets
+        if previous is None:
+            # a prompt of one token has no token before its root: token 0 stands for it
+            read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
+            positions.clamp_(min=0)
         mask = draft_pass.mask.index_select(1, columns)
         return self.model(
-            sequence.draft, tokens, positions, slots, mask, logits_to_keep=draft_pass.num_parents
+            sequence.draft,
+            sequence.tokens[read_slots],
+            positions,
+            slots,
+            mask,
+            logits_to_keep=draft_pass.num_parents,
         )
 
     def num_read_again(self, tree: TokenTree) -> int:

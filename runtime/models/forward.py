@@ -137,7 +137,6 @@ class TreeModel:
                 cache, tokens, positions, slots, masks[0, 0], logits_to_keep,
                 self.aux_hidden_state_layers,
             )  # fmt: skip
-            cache.finite.logical_and_(logits.amax(-1).isfinite().all())
             has_states = bool(self.aux_hidden_state_layers)
             hidden_states = hidden_states.to(self.dtype) if has_states else None
             return ForwardOutput(logits[:, : self.vocabulary], hidden_states)

@@ -15,7 +15,12 @@ from sequoia_plan.runtime.models.architecture import WINDOWED
 SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "attention.layer_norm_epsilon": (
+        "layer_norm_epsilon",
+        "layer_norm_eps",
+        "norm_epsilon",
+        "norm_eps",
+    ),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.sliding_window": ("sliding_window",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -26,8 +31,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_used_count": ("num_experts_per_tok",),
-    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "feed_forward_length": ("ffn_hidden_size", "intermediate_size", "n_inner"),
     "final_logit_softcapping": ("final_logit_softcapping",),
+    "use_parallel_residual": ("use_parallel_residual",),
     "vocab_size": ("vocab_size",),
 }
 """A key of the architecture's metadata -> transformers' names of it, of which a model has one."""
@@ -73,6 +79,11 @@ def read_config(gguf: Path) -> Any:
         raise SequoiaPlanError(
             f"{gguf}: {prefix}{key} is {value!r:.60}, which a {type(config).__name__} has no "
             "setting for; its logits would be wrong: use the model as a folder or a hub ID"
+        )
+    if config.num_hidden_layers > len(reader.tensors):
+        raise SequoiaPlanError(
+            f"{gguf}: {prefix}block_count is {config.num_hidden_layers}, the file has "
+            f"{len(reader.tensors)} tensors; get it again"
         )
     for tensor in reader.tensors:
         if tensor.name == ROPE_FACTORS:

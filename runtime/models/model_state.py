@@ -166,6 +166,6 @@ def _settings(model: Any) -> State:
 
 
 def _sample(tensor: Tensor) -> int:
-    """A hash of one number of each row of a matrix, one column further in each; of all else."""
-    step = tensor.shape[-1] + 1 if tensor.ndim > 1 else 1
+    """A hash of a number of each row of a matrix, in columns that change; of all of a vector."""
+    step = max(tensor.shape[-1] - 1, 1) if tensor.ndim > 1 else 1  # shorter than a row
     return hash(tensor.detach().flatten()[::step].clone().view(torch.uint8).numpy().tobytes())

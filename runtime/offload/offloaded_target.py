@@ -213,6 +213,15 @@ class OffloadedTarget:
             shapes = ((name, found[name], tensors[name].shape) for name in tensors)
             refuse_shapes(folder, (s for s in shapes if list(s[1]) != list(s[2])))
             refuse_unread(folder, self.model, file_of.keys() - self.model.state_dict().keys())
+            first_names: dict[int, str] = {}
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):
+                tied = first_names.setdefault(id(parameter), name)
+                other = file_of[name].get_tensor(name) if name in file_of and tied != name else None
+                if other is not None and not other.equal(file_of[tied].get_tensor(tied)):
+                    raise SequoiaPlanError(
+                        f"{folder}: tensor {name} differs from {tied}, which its config.json says "
+                        "is the same; set tie_word_embeddings to false there"
+                    )
             return lambda name: file_of[name].get_tensor(name)
         whole_model = _saved_tensors(load_whole(folder, dtype))
         return lambda name: whole_model[name].detach()

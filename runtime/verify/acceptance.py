@@ -94,7 +94,7 @@ def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:
     `child_probs` float [inner nodes, branching].
     """
     step_probs = child_probs.new_ones(index.size, dtype=torch.float64)
-    step_probs[1:] = child_probs.double().flatten()[index.together.cells]
+    step_probs[1:] = child_probs.t().flatten()[index.together.cells]
     stop_probs = child_probs.new_ones(index.size, dtype=torch.float64)
     stop_probs[index.together.nodes] = (1 - child_probs.double().sum(-1)).clamp(min=0)
     return step_probs[index.paths].prod(-1) * stop_probs

@@ -18,8 +18,7 @@ def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
     root_is_chosen = torch.ones_like(tokens[:1], dtype=torch.bool)
     is_chosen = torch.cat([root_is_chosen, tokens[1:] == choices[index.parents]])
     is_accepted = is_chosen[index.paths].all(-1)
-    # the accepted nodes are one path, and its last node has the largest number
-    nodes = torch.arange(index.size, device=tokens.device)
-    end = (is_accepted * nodes).amax(0, keepdim=True)
+    # the accepted nodes are one path, which ends at the deepest of them
+    end = (is_accepted * index.offsets).argmax(0, keepdim=True)
     num_accepted = index.offsets[end] + 1
     return AcceptedPath(index.paths[end][0], num_accepted, choices[end])

@@ -123,8 +123,7 @@ class Residual:
 
     def set_node_probs(self, places: slice, probs: Tensor) -> None:
         """Start the nodes at `places` with a = `probs` (float [nodes])."""
-        self.state[2, places] = probs
-        self.state[3, places] *= probs
+        self.state[2:, places].mul_(probs)
 
     def reject_children(self, group: tuple[slice, ...]) -> None:
         """Compute the acceptance of each child of a group's nodes, then reject it.
@@ -154,16 +153,22 @@ class Residual:
         tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
         terms = self.child_terms[rank, :, places]
         p_child, q_child, inverse_d, q_factor, uniform_factor = terms.unbind()
+<<<<<<< HEAD
         c, e, a, scale = self.state[:4, places].unbind()  # views: updated in place
         r_child = _residual(p_child, q_child, c, e)
         self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(max=1)
+=======
+        c, e, a, scale = self.state[:, places].unbind()  # views: updated in place
+        r_child = torch.addcmul(p_child, c, q_child, value=-1).sub_(e)
+        self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(0, 1)
+>>>>>>> main
         divisor = scale.clamp(min=tiny)
         c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
         e.addcdiv_(uniform_factor, divisor)
         mass = _residual(self.p[places], self.q[places], c[:, None], e[:, None]).sum(-1)
         mass.add_(self.uncovered_mass[places]).mul_(scale)
         total = (1 - a).add_(mass).clamp_(min=tiny)
-        a.copy_(mass / total)
+        a.copy_(mass.div_(total))
         scale.div_(total).clamp_(max=largest)
 
     def _reject_by_kernel(self, rank: int, places: slice) -> None:

@@ -83,4 +83,4 @@ def subtree_probs(residual: Residual, index: TreeIndex) -> Tensor:
     Returns float [size].
     """
     root_prob = residual.accept_probs.new_ones(1)
-    return torch.cat([root_prob, residual.accept_probs.flatten()[index.by_level.cells_by_rank]])
+    return torch.cat([root_prob, residual.accept_probs.flatten()[index.by_level.cells]])

@@ -20,14 +20,14 @@ class VerificationOrder:
     one after the other. Within a group, the nodes with the most children come first: the nodes that
     have a child of some rank are then a slice, and updates of them are in place. `nodes` int64
     [inner nodes]; `draft_rows` int64 [inner nodes]; `place_of_node` int64 [size]; `cells` int64
-    [size - 1]; `cells_by_rank` int64 [size - 1]; `has_child` bool [inner nodes, branching].
+    [size - 1], where each node below the root is in numbers [branching, inner nodes]; `has_child`
+    bool [inner nodes, branching].
     """
 
     nodes: Tensor
     draft_rows: Tensor
     place_of_node: Tensor
     cells: Tensor
-    cells_by_rank: Tensor
     has_child: Tensor
     groups: tuple[tuple[slice, ...], ...]
     group_cells: tuple[Tensor | None, ...]
@@ -47,8 +47,7 @@ class VerificationOrder:
         place_of_node = np.zeros(tree.size, np.int64)
         place_of_node[nodes] = np.arange(nodes.size)
         parent_places = place_of_node[tree.parents[1:]]
-        ranks = tree.ranks[1:] - 1
-        cells_by_rank = ranks * nodes.size + parent_places
+        cells = (tree.ranks[1:] - 1) * nodes.size + parent_places
 
         groups: list[tuple[slice, ...]] = []
         group_cells: list[Tensor | None] = []
@@ -60,7 +59,7 @@ class VerificationOrder:
             ]
             groups.append(tuple(slice(start, end) for end in ends))
             is_first = start == 0  # it contains the root, which has no cell
-            own_cells = None if is_first else _tensor(cells_by_rank[nodes[places] - 1], device)
+            own_cells = None if is_first else _tensor(cells[nodes[places] - 1], device)
             group_cells.append(own_cells)
 
         has_child = np.arange(tree.branching) < counts[:, None]
@@ -68,8 +67,7 @@ class VerificationOrder:
             nodes=_tensor(nodes, device),
             draft_rows=_tensor(draft_rows, device),
             place_of_node=_tensor(place_of_node, device),
-            cells=_tensor(parent_places * tree.branching + ranks, device),
-            cells_by_rank=_tensor(cells_by_rank, device),
+            cells=_tensor(cells, device),
             has_child=torch.as_tensor(has_child, device=device),
             groups=tuple(groups),
             group_cells=tuple(group_cells),
@@ -131,8 +129,7 @@ class TreeIndex:
             nodes=_tensor(root_nodes, device),
             draft_rows=_tensor(root_nodes, device),
             place_of_node=_tensor(np.append(root_nodes, no_child), device),
-            cells=_tensor(np.append(no_root[1:], child), device),
-            cells_by_rank=_tensor(rank * roots + parent, device),
+            cells=_tensor(np.append(no_root[1:], rank * roots + parent), device),
             has_child=torch.ones(roots, children, dtype=torch.bool, device=device),
             groups=((slice(0, roots),) * children,),
             group_cells=(None,),

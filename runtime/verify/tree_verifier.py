@@ -22,6 +22,13 @@ from sequoia_plan.runtime.verify import (
 )
 
 
+def most_probable_tokens(logits: Tensor) -> Tensor:
+    """int64 [nodes] from logits [nodes, vocabulary]."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(-1))  # ten times as fast as PyTorch's
+    return logits.argmax(-1)
+
+
 class TreeVerifier:
     """Verifies one tree. `d2t` int64 [draft vocabulary]."""
 
@@ -47,7 +54,7 @@ class TreeVerifier:
         """
         if sampling.greedy:
             tokens = sequence.tokens[sequence.length + self.nodes]
-            return greedy(logits.argmax(-1), tokens, self.index)
+            return greedy(most_probable_tokens(logits), tokens, self.index)
 
         def target_probs(nodes: Tensor) -> Tensor:
             """int64 [k] -> float [k, vocabulary]: the target's probabilities after these nodes."""

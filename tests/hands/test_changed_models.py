@@ -18,6 +18,7 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair, sequoia
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.model_state import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -136,6 +137,18 @@ def test_a_change_counts_or_is_refused(run, change):
     if "tokens" in change:  # the draft has another vocabulary now
         draft = resembling(model)
     assert SequoiaDecoder(model, draft, TREE).generate(IDS, NEW).sequences.equal(expected)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_every_row_of_every_weight_is_compared(data):
+    """Where neither an address nor a version changes."""
+    model = tiny("Qwen2")
+    parameter = data.draw(st.sampled_from(list(model.parameters())))
+    before = weights(model, True)
+    assert weights(model, True) == before
+    parameter.data[data.draw(st.integers(0, len(parameter) - 1))] += 1
+    assert weights(model, True) != before
 
 
 @pytest.mark.parametrize(

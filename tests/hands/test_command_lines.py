@@ -247,6 +247,7 @@ def test_no_name_or_path_is_empty(here, mode):
     [
         (["profile", "-o", ".", "--context", "1,2"], 1),
         (["profile", "-o", "/", "--context", "1,2"], 1),
+        (["generate", "--tree", "t", "--sampling", "min_p=1e-3,top-k=4"], 1),  # the models
         (["solve", "--depth", "1", "-o", "made"], 0),  # the root alone may be the fastest
         (["solve", "--depth", "1", "--objective", "tokens", "-o", "made"], 2),
     ],

@@ -18,7 +18,7 @@ from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base import sampling as sampling_module
-from sequoia_plan.runtime.draft.drafter import DraftPass, draw_children, is_token
+from sequoia_plan.runtime.draft.drafter import DraftPass, draw_children
 from sequoia_plan.runtime.models.forward import ForwardOutput
 from sequoia_plan.runtime.step import TreeStep
 
@@ -37,10 +37,14 @@ def leave(decoder, left, monkeypatch):
 
     def masked_forward(draft_pass, *args):
         output = forward(draft_pass, *args)
-        logits, children = output.logits.clone(), dict(draft_pass.looked_up)
+        looked_up = draft_pass.looked_up
+        logits, children = output.logits.clone(), {}
+        if looked_up is not None:
+            children = dict(zip(*looked_up.tolist(), strict=True))
         for row, name in enumerate(left[: len(logits)]):
             child = sequence.length + children.get(row, 0)
-            token = is_token(drafter, sequence.tokens[child])
+            own_tokens = torch.arange(len(logits[0])) if drafter.d2t is None else drafter.d2t
+            token = own_tokens == sequence.tokens[child]
             if not token.any():  # the draft lacks it
                 token[0] = True
             other = torch.arange(len(token)) == token.int().argmin()
@@ -90,7 +94,7 @@ def drawn_pairs(logits, looked_up, count=6000):
         2,
         rows,
         1 + rows,
-        looked_up=tuple((row, 0) for row in range(count)),
+        looked_up=torch.stack([rows[:count], 0 * rows[:count]]),
     )
     bits = torch.empty(count, len(logits), dtype=torch.int32)
     bits.random_(generator=torch.Generator().manual_seed(0))
@@ -147,13 +151,10 @@ def test_filters_keep_what_they_say(logits, temperature, top_k, top_p, min_p, on
     scores = np.array(logits) / temperature
     kept = scores >= np.sort(scores)[-min(top_k or len(scores), len(scores))]
     probs = np.exp(scores - scores.max()) * kept
-    for least in (top_p, min_p):
-        probs /= probs.sum()
-        if least is top_p:
-            above = np.array([probs[probs > p].sum() for p in probs])
-            probs = probs * (above < least)
-        else:
-            probs = probs * (probs >= least * probs.max() * (1 - 1e-6))
+    probs /= probs.sum()
+    above = np.array([probs[probs > p].sum() for p in probs])
+    probs *= above < top_p
+    probs *= probs >= min_p * probs.max() * (1 - 1e-6)
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
             patch.setattr(sampling_module, "summands", sampling_module.whole_numbers)

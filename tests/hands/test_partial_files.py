@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 
@@ -142,6 +143,21 @@ def test_a_tensor_of_a_checkpoint(whole, tmp_path, monkeypatch, path, damage):
     assert pair.target is not None
 
 
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
+def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, placement):
+    """It is used, as by transformers, or refused by name."""
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if placement == "streamed":
+        with pytest.raises(SequoiaPlanError, match=r"tensor lm_head.weight differs from model"):
+            load_pair(str(tmp_path), "none", offload="disk", memory="1GB")
+    else:
+        loaded = load_model(str(tmp_path), "cpu", torch.float32)[0]
+        assert loaded(IDS).logits.equal(model(IDS).logits)
+
+
 def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
     tensors = load_file(whole / "model.safetensors") | {"v_head.weight": torch.ones(1, 64)}
     for file in whole.iterdir():
@@ -233,6 +249,7 @@ def test_rotary_embeddings_are_scaled_as_the_gguf_file_says(tmp_path, kind, plac
     ("metadata", "tensors", "named"),
     [
         ({"rope.scaling.type": "longrope"}, {}, "llama.rope.scaling.type is 'longrope'"),
+        ({"block_count": 10**8}, {}, "llama.block_count is 100000000, the file has 21 tensors"),
         ({"rope.scaling.attn_factor": 1.5}, {}, "llama.rope.scaling.attn_factor is 1.5"),
         ({"rope.dimension_count": 8}, {}, "llama.rope.dimension_count is 8"),
         ({"attention.sliding_window": 8}, {}, "llama.attention.sliding_window is 8"),
@@ -263,12 +280,16 @@ def test_what_a_model_has_no_place_for(whole, model, tmp_path, metadata, tensors
         ("qwen3", "attention.key_length", 9, "head_dim"),
         ("qwen2moe", "expert_feed_forward_length", 9, "moe_intermediate_size"),
         ("stablelm", "rope.freq_base", 9.0, "rope_theta"),
+        ("falcon", "feed_forward_length", 9, "ffn_hidden_size"),
+        ("nemotron", "attention.layer_norm_epsilon", 9.0, "norm_eps"),
     ],
 )
 def test_settings_that_transformers_does_not_read(tmp_path, architecture, key, value, name):
     """They are honoured: a file of metadata alone shows it."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     add_metadata(writer, architecture, {"vocab_size": 300, "block_count": 2, key: value})
+    for tensor in "ab":
+        writer.add_tensor(tensor, np.ones(1, np.float32))
     write(writer)
     config = read_config(tmp_path / "m.gguf")
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)

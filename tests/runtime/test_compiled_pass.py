@@ -9,13 +9,15 @@ import pytest
 import torch
 from architectures import VOCABULARY, plain_text, resembling, tiny
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.compiled import target as compiled
 from sequoia_plan.runtime.compiled.eagle import compile_eagle
+from sequoia_plan.runtime.compiled.packing import in_4_bits, in_8_bits
 from sequoia_plan.runtime.compiled.target import CompiledTarget, compile_target, why_not
-from sequoia_plan.runtime.compiled.weights import MATRICES, GgufWeights
+from sequoia_plan.runtime.compiled.weights import MATRICES, GgufWeights, blocks_of
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 
@@ -279,11 +281,33 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
     assert compile_eagle(draft) == ""
     eagle = compiled_pass(draft)
     cache = eagle.new_cache(16, counts_positions=False)
-    logits, ours = eagle(cache, draft.embed(tokens), features, places, places, mask, 5)
-    for found, right in ((logits, expected[0, -5:]), (ours, outputs[0])):
+    logits, ours = eagle(cache, tokens, features, places, places, mask, 5)
+    for found, right in ((logits, expected[0, -5:]), (ours, outputs[0, -5:])):
         assert float((found - right).norm() / right.norm()) < 0.02  # its weights are in 8 bits
     agrees = logits.argmax(-1) == expected[0, -5:].argmax(-1)
     assert agrees.all()
+
+
+def drafted_trees(pair, prompts):
+    """The tokens of each prompt's first tree, by an EAGLE draft."""
+    step = SequoiaDecoder(pair.target, pair.draft, TREE).step
+    trees = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            step.prefill(prompt, 8, 0)
+            step.draft(step.extent(len(prompt) - 1), Sampling())
+            trees.append(step.sequence.tokens[len(prompt) - 1 :][: TREE.size].tolist())
+    return trees
+
+
+def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch):
+    """After long prompts, and after those that are shorter than what a first pass reads."""
+    monkeypatch.setattr("sequoia_plan.runtime.compiled.eagle.in_8_bits", lambda blocks: blocks)
+    resident = load_pair(dtype="float32", placement="resident")
+    prompts = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)]
+    expected = drafted_trees(resident, prompts)
+    compiled_pair = load_pair(dtype="float32")
+    assert drafted_trees(compiled_pair, prompts) == expected
 
 
 def test_a_target_that_is_not_compiled_says_so(folder):
@@ -291,3 +315,33 @@ def test_a_target_that_is_not_compiled_says_so(folder):
     pair = load_pair(str(folder / "target"), "none", dtype="float32")
     [remark] = pair.remarks
     assert pair.placement == "fused" and "its pass is not compiled: heads of 8 numbers" in remark
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_weights(bits):
+    """The pass is that of a model with rounded weights, and 8 bits are nearer to the original."""
+    model, tokens = model_of("Qwen3"), tokens_of(12)
+    rounded = copy.deepcopy(model)
+    for name, module in rounded.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            convert = in_8_bits if bits == 8 or name == "lm_head" else in_4_bits
+            weights = convert(blocks_of(module.weight)).dense()[:, : module.in_features]
+            module.weight.data = torch.from_numpy(weights)
+    target = CompiledTarget(model, None, 1, bits)
+    with torch.inference_mode():
+        logits = read(target, target.new_cache(16, counts_positions=False), tokens, 0)
+        errors = [float((m(tokens[None]).logits[0] - logits).norm()) for m in (rounded, model)]
+    assert errors[0] < (0.85 if bits == 8 else 0.2) * errors[1]
+
+
+def test_what_rounding_costs_is_said(folder):
+    with pytest.raises(ArgumentError, match=r"bits: found 8 for .*gguf, expected 8 or 4 for"):
+        load_pair(bits=8)
+    with pytest.raises(ArgumentError, match="bits: found 5 for compiled"):
+        load_pair(dtype="float32", bits=5)
+    with pytest.raises(SequoiaPlanError, match="bits 4: the target cannot be compiled: heads of 8"):
+        load_pair(str(folder / "target"), "none", dtype="float32", bits=4)
+    pair = load_pair(draft="none", dtype="bfloat16", bits=4)
+    assert pair.metadata["target"]["weights"] == "Q4_1+Q8_0"
+    [remark] = [r for r in pair.remarks if "rounded to 4 bits" in r]
+    assert 0 < float(remark.split("divergence of ")[1].split()[0]) < 0.05
