@@ -38,12 +38,8 @@ class DraftPass:
     new_nodes: Tensor
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
-<<<<<<< HEAD
-    looked_up: tuple[tuple[int, int], ...] = ()
-    later: tuple[DraftPass, ...] = ()
-=======
     looked_up: Tensor | None = None
->>>>>>> main
+    later: tuple[DraftPass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,27 +205,17 @@ def draft_tree(
     bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
     new_nodes = [draft_pass.new_nodes for draft_pass in passes]
     new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
-    probs, drawn = [sequence.tokens[:0]], [sequence.tokens[:0]]
+    probs, drawn, largest_logits = [], [], []
     output: ForwardOutput | None = None
-    largest_logits = []
+    # others check them pass by pass
+    checks_logits = isinstance(drafter, HiddenStateDrafter) and not drafter.compiled_pass
     for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
         output = drafter.forward(draft_pass, sequence, columns, output)
         pass_probs, children = draw_children(
             drafter, draft_pass, output.logits, sequence, slots, sampling, pass_bits
         )
-<<<<<<< HEAD
-        largest_logits.append(output.logits.amax(-1))
-        if sampling.greedy:  # verification reads the tokens alone
-            continue
-        probs.append(pass_probs)
-        padding = branching - draft_pass.max_children  # so that all passes have as many columns
-        columns_by_rank = torch.nn.functional.pad(children, (0, padding)) if padding else children
-        for row, _ in draft_pass.looked_up:  # its draws are its children from the second on
-            columns_by_rank[row, 1:] = columns_by_rank[row, :-1].clone()
-        drawn.append(columns_by_rank)
-    sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
-    return DraftedTree(torch.cat(probs[-len(passes) :]), torch.cat(drawn[-len(passes) :]))
-=======
+        if checks_logits:
+            largest_logits.append(output.logits.amax(-1))
         if sampling.greedy:  # which verifies tokens alone
             continue
         probs.append(pass_probs)
@@ -239,11 +225,12 @@ def draft_tree(
             rows = draft_pass.looked_up[0]
             columns_by_rank[rows, 1:] = columns_by_rank[rows, :-1]
         drawn.append(columns_by_rank)
+    if checks_logits:
+        sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
     nothing = sequence.tokens[:0]
     return (
         DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else DraftedTree(nothing, nothing)
     )
->>>>>>> main
 
 
 def draw_children(

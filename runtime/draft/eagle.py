@@ -92,36 +92,22 @@ class EagleDrafter(HiddenStateDrafter):
         """Each token is read together with the feature of the token before it.
 
         The first pass reads committed tokens, whose features are recorded, and later passes read
-        nodes, whose features are the hidden states of their parents in the previous pass. The first
-        pass hides slot 0 in `columns`, for the later ones.
+        nodes, whose features are the hidden states of their parents in the previous pass.
         """
         if self.compiled_pass:
             outputs = previous and previous.hidden_states
             logits, outputs = self.compiled_pass.read_level(draft_pass, sequence, outputs)
             return ForwardOutput(logits[:, : self.vocabulary], outputs)
         cache: Any = sequence.draft
-<<<<<<< HEAD
         passes = (draft_pass, *draft_pass.later)
         rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
         rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
         (read_slots, *rows), *later = rows_by_pass
-=======
-        slots = read_slots = sequence.length + draft_pass.input_slots
-        positions = sequence.length + draft_pass.offsets
->>>>>>> main
         if previous is None:
-            # short texts have fewer committed tokens than this pass reads: token 0 stands for them
-            read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
             features = cache.recent_features[(read_slots - 1) % RECENT]
-<<<<<<< HEAD
-=======
-            mask = _mask_of_committed(read_slots, columns.numel(), draft_pass.mask.dtype)
-            columns[0] = draft_pass.mask.shape[1] - 1  # visible to no node: token 0 has no feature
->>>>>>> main
         else:
             assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
-<<<<<<< HEAD
         tokens = sequence.tokens[read_slots]
         logits, outputs = self._read(cache, tokens, features, rows, draft_pass.num_parents)
         return ForwardOutput(logits, outputs, later)
@@ -135,18 +121,15 @@ class EagleDrafter(HiddenStateDrafter):
     ) -> list[Sequence[Tensor]]:
         """What `_read` needs of each pass of a step, after the slots whose tokens it reads."""
         widths = [draft_pass.input_slots.numel() for draft_pass in passes]
-        input_slots = torch.cat([draft_pass.input_slots for draft_pass in passes])
+        slots = sequence.length + torch.cat([draft_pass.input_slots for draft_pass in passes])
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
-        read_slots = (sequence.length + input_slots).clamp_(min=0)
-        slots = distinct_slots(sequence.length, input_slots)
+        read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
         positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
         extent, masks = columns.numel(), []
         if is_first:
             masks.append(_mask_of_committed(read_slots[: widths[0]], extent, passes[0].mask.dtype))
         if node_masks := [draft_pass.mask for draft_pass in passes[is_first:]]:
-            has_feature = torch.arange(extent, device=columns.device) > 0
-            masked_column = node_masks[0].shape[1] - 1  # visible to no node
-            columns = columns.where(has_feature, masked_column)
+            columns[0] = node_masks[0].shape[1] - 1  # visible to no node: token 0 has no feature
             masks += torch.cat(node_masks).index_select(1, columns).split(widths[is_first:])
         return self._with_angles(masks, widths, read_slots, slots, positions)
 
@@ -160,11 +143,6 @@ class EagleDrafter(HiddenStateDrafter):
         angles = self.model.rotary_emb(self.model.fc.weight, positions[None])
         splits = (tensor.split(widths, -1) for tensor in (*slots, positions))
         return [*zip(*splits, masks, *(angle.split(widths, 1) for angle in angles), strict=True)]
-=======
-            mask = draft_pass.mask.index_select(1, columns)
-        tokens, num_logits = sequence.tokens[read_slots], draft_pass.num_parents
-        return self._read(cache, tokens, features, slots, positions, mask, num_logits)
->>>>>>> main
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
@@ -230,11 +208,7 @@ class EagleDrafter(HiddenStateDrafter):
             logits, outputs = self.compiled_pass(
                 cache, tokens, features, positions, slots, mask, logits_to_keep
             )
-<<<<<<< HEAD
-            return logits[:, : self.vocabulary], outputs[-logits_to_keep:].to(self.dtype)
-=======
-            return ForwardOutput(logits[:, : self.vocabulary], outputs)
->>>>>>> main
+            return logits[:, : self.vocabulary], outputs
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         cache.at(slots, mask.shape[1])
         with self.model.attending(slots):

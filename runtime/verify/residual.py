@@ -153,15 +153,9 @@ class Residual:
         tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
         terms = self.child_terms[rank, :, places]
         p_child, q_child, inverse_d, q_factor, uniform_factor = terms.unbind()
-<<<<<<< HEAD
         c, e, a, scale = self.state[:4, places].unbind()  # views: updated in place
-        r_child = _residual(p_child, q_child, c, e)
-        self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(max=1)
-=======
-        c, e, a, scale = self.state[:, places].unbind()  # views: updated in place
         r_child = torch.addcmul(p_child, c, q_child, value=-1).sub_(e)
         self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(0, 1)
->>>>>>> main
         divisor = scale.clamp(min=tiny)
         c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
         e.addcdiv_(uniform_factor, divisor)

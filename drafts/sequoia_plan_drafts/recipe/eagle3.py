@@ -185,7 +185,8 @@ def chain_logits(draft: Eagle3, batch: TextBatch, chain: int) -> Iterator[Tensor
     for place in range(chain):
         masks = {FULL: chain_mask(num_rows, place)[None, None]}
         _, outputs = draft(tokens, features, angles, masks, cache, logits_to_keep=1)
-        yield draft.head(draft.norm(outputs.flatten(0, 1)[rows]))
+        drafted = outputs.flatten(0, 1)[rows]
+        yield draft.head(drafted if draft.norms.output else draft.norm(drafted))
         # the feature of a row is the output of the row before; row 0 has none before it
         features = torch.cat([outputs[:, :1], outputs[:, :-1]], 1)
 
