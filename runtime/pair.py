@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
@@ -40,6 +41,8 @@ EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL)
 NO_DRAFT = "none"
 """As a draft's name: decode with trees whose spine is looked up, and that draft nothing."""
 WEIGHTS_PACKAGE = "sequoia-plan-drafts"
+ROUNDING_TEXTS = 8
+"""Built-in prompts on which the cost of `bits` is measured."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def load_pair(
     placement: str = "auto",
     offload: str | None = None,
     memory: str | int | None = None,
+    bits: int | None = None,
 ) -> Pair:
     """Load a target and a draft that share a vocabulary.
 
@@ -94,6 +98,9 @@ def load_pair(
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
             "300MB", "24GB" or bytes; None for what is free. See `runtime.offload.memory`.
+        bits: 8 or 4: the target's matrices are rounded to so many bits, in groups of 32 inputs (the
+            output head to 8), and a remark says what that costs. The target is then this rounded
+            model. Only for a target that is compiled, and is not a GGUF file in its own bits.
 
     Raises:
         SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or memory
@@ -102,6 +109,12 @@ def load_pair(
     _check_arguments(target, draft, device, offload, memory)
     torch_dtype = resolve_dtype(dtype, device)
     placement = _resolve_placement(placement, draft, device)
+    gguf = _gguf_file(target) if dtype == "auto" else None
+    if bits and (bits not in (8, 4) or gguf or offload or placement != COMPILED):
+        raise ArgumentError(
+            f"bits: found {bits} for {gguf or placement}, expected 8 or 4 for a target that is "
+            'compiled on a CPU; a GGUF file has bits of its own, unless dtype is not "auto"'
+        )
     if offload:
         pair = _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
         passes[pair.target] = None
@@ -110,12 +123,15 @@ def load_pair(
         metadata = {"target": {"name": name}}
         pair = Pair(model, None, tokenizer, metadata, placement, context_remarks(model))
         pair = add_draft(pair, draft)
-        gguf = _gguf_file(target) if dtype == "auto" else None
         # afterwards, because the draft may be a copy of it
-        reason = _place(pair, "target", placement, gguf)
+        reason = _place(pair, "target", placement, gguf, bits)
+        if reason and bits:
+            raise SequoiaPlanError(f"bits {bits}: the target cannot be compiled: {reason}")
         if reason:
             remark = f"target: PyTorch runs it, its pass is not compiled: {reason}"
             pair = replace(pair, placement=FUSED, remarks=(*pair.remarks, remark))
+        if bits:
+            pair = replace(pair, remarks=(*pair.remarks, _cost_of_rounding(pair, bits)))
     if pair.draft is not None:
         _place(pair, "draft", RESIDENT if draft == INT8 else placement)
     return pair
@@ -225,7 +241,21 @@ def _gguf_file(target: str | None) -> Path | None:
     return Path(target) if target.endswith(".gguf") else None
 
 
-def _place(pair: Pair, role: str, placement: str, gguf: Path | None = None) -> str:
+def _cost_of_rounding(pair: Pair, bits: int) -> str:
+    """A sentence on what rounding the target costs on the first built-in prompts."""
+    texts = [prompt.text for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]]
+    tokens = [torch.tensor(pair.tokenizer(str(text))["input_ids"]) for text in texts]
+    divergence, agreement = compiled_pass(pair.target).cost_of_rounding(pair.target, tokens)
+    return (
+        f"target: rounded to {bits} bits: a mean KL divergence of {divergence:.2g} a token, and "
+        f"the same most probable token at {agreement:.1%} of {sum(map(len, tokens))} places of "
+        "the built-in prompts"
+    )
+
+
+def _place(
+    pair: Pair, role: str, placement: str, gguf: Path | None = None, bits: int | None = None
+) -> str:
     """Let a model's passes run as `placement` says, and write its metadata.
 
     Returns why the model was not compiled, or "".
@@ -239,7 +269,7 @@ def _place(pair: Pair, role: str, placement: str, gguf: Path | None = None) -> s
         from sequoia_plan.runtime.compiled.target import compile_target
 
         is_draft = isinstance(model, HiddenStateDraft)
-        reason = compile_eagle(model) if is_draft else compile_target(model, gguf)
+        reason = compile_eagle(model) if is_draft else compile_target(model, gguf, bits)
         if not reason:
             metadata["weights"] = compiled_pass(model).formats
             return ""

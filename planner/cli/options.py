@@ -185,6 +185,12 @@ model_options = options(
             help="Of the weights; auto takes bfloat16 where the processor computes in it, else "
             "float32.",
         ),
+        bits=click.option(
+            "--bits",
+            type=click.Choice(["8", "4"]),
+            help="On a CPU: round the target's matrices to so many bits; says what that costs. "
+            "[default: as they are]",
+        ),
         offload=click.option(
             "--offload",
             type=click.Choice(LINKS),

@@ -149,14 +149,34 @@ def _scales_of_tiles(scales: Any, num_tiles: int, groups: int) -> NDArray[Any]:
 
 def in_8_bits(blocks: Blocks) -> Blocks:
     """A floating-point matrix rounded to 8 bits, with one scale for each 32 inputs of a row."""
-    weights = blocks.dense()
-    groups = np.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP))).reshape(
-        len(weights), -1, GROUP
-    )
+    groups = _groups(blocks)
     scales = (np.abs(groups).max(-1) / 127).astype(np.float16)
-    divisors = np.maximum(scales.astype(np.float32), np.finfo(np.float32).tiny)[:, :, None]
-    numbers = np.rint(groups / divisors).clip(-128, 127).astype(np.int8).view(np.uint8) ^ 128
-    return Blocks(FORMAT_NAMES.index("Q8_0"), numbers.reshape(len(weights), -1), scales)
+    numbers = _whole_multiples(groups, scales, -128, 127) + 128
+    return Blocks(FORMAT_NAMES.index("Q8_0"), numbers.astype(np.uint8), scales)
+
+
+def in_4_bits(blocks: Blocks) -> Blocks:
+    """The same in 4 bits, with one scale and one offset for each 32 inputs of a row."""
+    groups = _groups(blocks)
+    offsets = groups.min(-1).astype(np.float16)
+    scales = ((groups.max(-1) - groups.min(-1)) / 15).astype(np.float16)
+    groups = groups - offsets.astype(np.float32)[:, :, None]
+    numbers = _whole_multiples(groups, scales, 0, 15)
+    return Blocks(FORMAT_NAMES.index("Q4_1"), numbers.astype(np.uint8), scales, offsets)
+
+
+def _groups(blocks: Blocks) -> NDArray[np.float32]:
+    """Weights [outputs, groups, 32], padded with zeros."""
+    weights = blocks.dense()
+    padded = np.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP)))
+    return padded.reshape(len(weights), -1, GROUP)
+
+
+def _whole_multiples(groups: Any, scales: Any, lowest: int, highest: int) -> NDArray[np.float32]:
+    """Weights [outputs, inputs] in units of their group's scale, rounded."""
+    units = np.maximum(scales.astype(np.float32), np.finfo(np.float32).tiny)[:, :, None]
+    whole: NDArray[np.float32] = np.rint(groups / units).clip(lowest, highest)
+    return whole.reshape(len(groups), -1)
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> NDArray[Any]:

@@ -20,6 +20,7 @@ from transformers import (
 from sequoia_plan.runtime.compiled.cache import CompiledCache
 from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass, visible_slots
 from sequoia_plan.runtime.compiled.forward import UNIT
+from sequoia_plan.runtime.compiled.packing import in_4_bits, in_8_bits
 from sequoia_plan.runtime.compiled.weights import DTYPES, Embedding, GgufWeights, pack_model
 from sequoia_plan.runtime.models.architecture import attention_window, rope_changes
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
@@ -38,6 +39,14 @@ MAX_ERROR = {"F32": 1e-4, "F16": 2e-2, "BF16": 0.2}
 """How far logits may be from PyTorch's, relative, by the format of the weights."""
 MAX_QUANTISED_ERROR = 0.3
 """The same where the pass rounds activations to 8 bits."""
+MAX_ROUNDED_ERROR = 0.8
+"""The same where it rounds weights, too; another computation's logits differ by about 1.4."""
+ROUNDING: dict[int | None, tuple[Any, ...]] = {
+    None: (),
+    8: (in_8_bits,),
+    4: (in_4_bits, in_8_bits),  # a head loses the most
+}
+"""What rounds the matrices of layers and the head, by bits."""
 
 
 def why_not(model: Any) -> str:
@@ -84,11 +93,13 @@ def _has_numbers_of(module: Any, other: Any) -> bool:
 
 class CompiledTarget(Copy):
     """Runs a model's passes; `gguf` is the file that the model was converted from, if its own bits
-    are to be used.
+    are to be used; `bits` 8 or 4: the model's own weights are rounded to these.
     """
 
-    def __init__(self, model: Any, gguf: Path | None, workers: int) -> None:
-        self.gguf, self.num_workers = gguf, workers
+    def __init__(
+        self, model: Any, gguf: Path | None, workers: int, bits: int | None = None
+    ) -> None:
+        self.gguf, self.num_workers, self.bits = gguf, workers, bits
         # weights that a file replaces need not be in memory
         self.watch = Watch(partial(copied, sampled=gguf is None))
         self.pack(model)
@@ -107,6 +118,7 @@ class CompiledTarget(Copy):
             self.dtype.itemsize,
             file.blocks if file else None,
             file.head() if file else None,
+            *ROUNDING[self.bits],
         )
         self.embed = file.embed if file else Embedding(base.embed_tokens)
         self.runner = CompiledPass(
@@ -126,22 +138,38 @@ class CompiledTarget(Copy):
     def differs(self, model: Any) -> str:
         """See `Copy`; both passes are tried on a short text."""
         drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
-        tokens = drawn % model.config.vocab_size
-        expected = model(input_ids=tokens[None], use_cache=False).logits[0].double()
-        cache, places = (
-            self.new_cache(TRIED_TOKENS, counts_positions=False),
-            torch.arange(TRIED_TOKENS),
-        )
-        mask = torch.zeros(TRIED_TOKENS, TRIED_TOKENS).masked_fill(places > places[:, None], -1.0)
-        logits = self(cache, tokens, places, places, mask)[0].double()
+        expected, logits = self._logits_of_both(model, drawn % model.config.vocab_size)
         expected, logits = (x - x.mean(-1, keepdim=True) for x in (expected, logits))
         error = float((logits - expected).norm() / expected.norm())
         bound = max(MAX_ERROR.get(f, MAX_QUANTISED_ERROR) for f in self.runner.packed.formats)
+        bound = MAX_ROUNDED_ERROR if self.bits else bound
         return (
             ""
             if error < bound
             else f"a compiled pass gave other logits (relative error {error:.2g})"
         )
+
+    def _logits_of_both(self, model: Any, tokens: Tensor) -> list[Tensor]:
+        """float64 [n, vocabulary]: the model's logits of a text of n tokens, and the pass's."""
+        places = torch.arange(len(tokens))
+        mask = torch.zeros(len(tokens), len(tokens)).masked_fill(places > places[:, None], -1.0)
+        cache = self.new_cache(len(tokens), counts_positions=False)
+        logits = self(cache, tokens, places, places, mask)[0]
+        return [model(input_ids=tokens[None], use_cache=False).logits[0].double(), logits.double()]
+
+    @torch.inference_mode()
+    def cost_of_rounding(self, model: Any, texts: Sequence[Tensor]) -> tuple[float, float]:
+        """What the pass's probabilities differ by from the model's, on texts (int64 [n] each).
+
+        The mean KL divergence in nats a token, and the share of places with the same most probable
+        token.
+        """
+        divergences, agreements = [], []
+        for tokens in texts:
+            exact, rounded = (x.log_softmax(-1) for x in self._logits_of_both(model, tokens))
+            divergences.append((exact.exp() * (exact - rounded)).sum(-1))
+            agreements.append(exact.argmax(-1) == rounded.argmax(-1))
+        return float(torch.cat(divergences).mean()), float(torch.cat(agreements).double().mean())
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
         """A cache for a sequence of up to so many slots."""
@@ -161,13 +189,13 @@ class CompiledTarget(Copy):
         return "+".join(self.runner.packed.formats)
 
 
-def compile_target(model: Any, gguf: Path | None = None) -> str:
+def compile_target(model: Any, gguf: Path | None = None, bits: int | None = None) -> str:
     """Compile a model's pass; returns "", or why PyTorch runs it."""
     reason = why_not(model)
     if reason:
         return reason
     try:
-        target = CompiledTarget(model, gguf, torch.get_num_threads())
+        target = CompiledTarget(model, gguf, torch.get_num_threads(), bits)
     except ValueError as unknown:  # format of weights
         return str(unknown)
     reason = target.differs(model)

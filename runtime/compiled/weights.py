@@ -78,11 +78,12 @@ def pack_model(
     layers: list[Any], final_norm: Any, head: Any, config: Any, head_dim: int, key_bytes: int,
     blocks: Callable[[int, str], Blocks] | None = None, head_blocks: Blocks | None = None,
     convert: Callable[[Blocks], Blocks] = lambda blocks: blocks,
+    convert_head: Callable[[Blocks], Blocks] | None = None,
 ) -> Packed:  # fmt: skip
     """Pack layers of transformers, the norm after them, and the output head.
 
     `blocks(layer, name)` gives the weights of a layer's matrix that are used in its module's place;
-    `convert` changes those that modules have.
+    `convert` changes those that modules have, `convert_head` the head's.
     """
     packed, rows, arena = [], [], Arena()
     for number, layer in enumerate(layers):
@@ -92,7 +93,7 @@ def pack_model(
                 pack(given or convert(blocks_of(layer.get_submodule(name).weight)), arena)
             )
             rows.append(describe(packed[-1]))
-    packed.append(pack(head_blocks or convert(blocks_of(head.weight)), arena))
+    packed.append(pack(head_blocks or (convert_head or convert)(blocks_of(head.weight)), arena))
     attention = [layer.self_attn for layer in layers]
     pairs = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
     head_norms, biases = np.zeros((0, 2, 0), np.float32), np.zeros((0, 0), np.float32)
@@ -151,10 +152,10 @@ class GgufWeights:
     def __init__(self, file: Path, config: Any) -> None:
         from gguf import GGUFReader  # of the extra gguf
 
-        self.reader, self.config = GGUFReader(file), config
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        field = self.reader.fields["general.architecture"]
-        self.architecture = bytes(field.parts[field.data[0]]).decode()
+        # the reader itself is not kept: its vocabulary takes more memory than the matrices
+        reader, self.config = GGUFReader(file), config
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(reader.fields["general.architecture"].contents())
 
     def blocks(self, layer: int, name: str) -> Blocks:
         """A layer's matrix, its rows in the order of transformers."""

@@ -9,14 +9,15 @@ import pytest
 import torch
 from architectures import VOCABULARY, plain_text, resembling, tiny
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.compiled import target as compiled
 from sequoia_plan.runtime.compiled.eagle import compile_eagle
+from sequoia_plan.runtime.compiled.packing import in_4_bits, in_8_bits
 from sequoia_plan.runtime.compiled.target import CompiledTarget, compile_target, why_not
-from sequoia_plan.runtime.compiled.weights import MATRICES, GgufWeights
+from sequoia_plan.runtime.compiled.weights import MATRICES, GgufWeights, blocks_of
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 
@@ -314,3 +315,33 @@ def test_a_target_that_is_not_compiled_says_so(folder):
     pair = load_pair(str(folder / "target"), "none", dtype="float32")
     [remark] = pair.remarks
     assert pair.placement == "fused" and "its pass is not compiled: heads of 8 numbers" in remark
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_weights(bits):
+    """The pass is that of a model with rounded weights, and 8 bits are nearer to the original."""
+    model, tokens = model_of("Qwen3"), tokens_of(12)
+    rounded = copy.deepcopy(model)
+    for name, module in rounded.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            convert = in_8_bits if bits == 8 or name == "lm_head" else in_4_bits
+            weights = convert(blocks_of(module.weight)).dense()[:, : module.in_features]
+            module.weight.data = torch.from_numpy(weights)
+    target = CompiledTarget(model, None, 1, bits)
+    with torch.inference_mode():
+        logits = read(target, target.new_cache(16, counts_positions=False), tokens, 0)
+        errors = [float((m(tokens[None]).logits[0] - logits).norm()) for m in (rounded, model)]
+    assert errors[0] < (0.85 if bits == 8 else 0.2) * errors[1]
+
+
+def test_what_rounding_costs_is_said(folder):
+    with pytest.raises(ArgumentError, match=r"bits: found 8 for .*gguf, expected 8 or 4 for"):
+        load_pair(bits=8)
+    with pytest.raises(ArgumentError, match="bits: found 5 for compiled"):
+        load_pair(dtype="float32", bits=5)
+    with pytest.raises(SequoiaPlanError, match="bits 4: the target cannot be compiled: heads of 8"):
+        load_pair(str(folder / "target"), "none", dtype="float32", bits=4)
+    pair = load_pair(draft="none", dtype="bfloat16", bits=4)
+    assert pair.metadata["target"]["weights"] == "Q4_1+Q8_0"
+    [remark] = [r for r in pair.remarks if "rounded to 4 bits" in r]
+    assert 0 < float(remark.split("divergence of ")[1].split()[0]) < 0.05
