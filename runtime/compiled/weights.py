@@ -152,10 +152,10 @@ class GgufWeights:
     def __init__(self, file: Path, config: Any) -> None:
         from gguf import GGUFReader  # of the extra gguf
 
-        self.reader, self.config = GGUFReader(file), config
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        field = self.reader.fields["general.architecture"]
-        self.architecture = bytes(field.parts[field.data[0]]).decode()
+        # the reader itself is not kept: its vocabulary takes more memory than the matrices
+        reader, self.config = GGUFReader(file), config
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(reader.fields["general.architecture"].contents())
 
     def blocks(self, layer: int, name: str) -> Blocks:
         """A layer's matrix, its rows in the order of transformers."""
