@@ -119,6 +119,7 @@ class HiddenStateDrafter(Drafter):
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
         self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
         self.compiled_pass = compiled_pass(model)
+        self.feature_dtype = torch.float32 if self.compiled_pass else model.dtype
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
 
 

@@ -59,8 +59,7 @@ class EagleDrafter(HiddenStateDrafter):
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (RECENT, self.model.config.hidden_size)
-        dtype = torch.float32 if self.compiled_pass else self.model.dtype
-        cache.recent_features = torch.zeros(shape, dtype=dtype, device=device)
+        cache.recent_features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
 
     def prefill(self, cache: Any, tokens: Tensor) -> None:
@@ -75,7 +74,7 @@ class EagleDrafter(HiddenStateDrafter):
 
         The feature before the part's first token is the one that was kept from the part before.
         """
-        features = self._fuse(hidden_states)
+        features = self.fuse(hidden_states)
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
         mask = _mask_of_committed(slots, mask.shape[1], mask.dtype)
         inputs = torch.cat([feature_before, features[:-1]])
@@ -144,9 +143,9 @@ class EagleDrafter(HiddenStateDrafter):
         """
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
         hidden_states = sequence.aux_hidden_states.index_select(0, path)
-        self.keep_features(sequence.draft, slots, self._fuse(hidden_states))
+        self.keep_features(sequence.draft, slots, self.fuse(hidden_states))
 
-    def _fuse(self, hidden_states: Tensor) -> Tensor:
+    def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
         model = self.compiled_pass or self.model
         return model.fuse(hidden_states)
