@@ -221,7 +221,8 @@ def stream_layers(model: Any, device: torch.device) -> HostStream:
     memories, blocks = [], []
     for layer in model.model.layers:
         places, size = {}, 0
-        for name, parameter in layer.named_parameters():
+        matrices = [(name, p) for name, p in layer.named_parameters() if p.ndim > 1]
+        for name, parameter in matrices:  # norms are on the device, as in a target that is streamed
             places[name] = Place(parameter.dtype, tuple(parameter.shape), size)
             size = round_up(size + parameter.numel() * parameter.element_size(), 512)
         blocks.append(WeightBlock(0, size, 0, places))

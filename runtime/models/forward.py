@@ -48,13 +48,14 @@ ChunkCallback = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a forward pass returns.
+    """What a forward pass returns, and what it has prepared of later ones.
 
     `logits` [tokens, vocabulary]; `hidden_states` [tokens, width].
     """
 
     logits: Tensor
     hidden_states: Tensor | None = None
+    later: Sequence[Sequence[Tensor]] = ()
 
 
 class TreeModel:

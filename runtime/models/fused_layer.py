@@ -15,9 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from sequoia_plan.runtime.base.cache import cache_among
+from sequoia_plan.runtime.base.cache import TreeCache, cache_among
 from sequoia_plan.runtime.models.attention import attend_on_cpu, attend_shared_heads
-from sequoia_plan.runtime.models.layer_operations import by_kernel, rms_norm, rotate, silu_mul
+from sequoia_plan.runtime.models.layer_operations import (
+    by_kernel,
+    rms_norm,
+    rotate_and_cache,
+    silu_mul,
+)
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
 """transformers' families of models whose layers and norms compute what those of this file do."""
@@ -103,6 +108,8 @@ class FusedLayer(nn.Module):
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
+    next_norm: tuple[nn.Module | None] = (None,)
+    """What reads this layer's output, which is not one of its modules."""
 
     def __init__(
         self,
@@ -147,8 +154,9 @@ class FusedLayer(nn.Module):
             attention_mask,
             cache=cache_among(options),
         )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = add_before(self.post_attention_layernorm, hidden_states, attended)
+        mlp = self.mlp(self.post_attention_layernorm(hidden_states))
+        return add_before(self.next_norm[0], hidden_states, mlp)
 
 
 def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -211,10 +219,9 @@ class FusedAttention(nn.Module):
 
         `hidden_states` float [batch, tokens, width]; returns float [batch, tokens, width].
         """
-        queries, keys, values = self.queries_keys_values(hidden_states, position_embeddings)
-        cache = cache_among(options)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
+        queries, keys, values = self.queries_keys_values(
+            hidden_states, position_embeddings, cache_among(options)
+        )
         if queries.is_cpu:
             attended = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
         else:
@@ -224,21 +231,42 @@ class FusedAttention(nn.Module):
         return self.o_proj(attended.flatten(2)), None
 
     def queries_keys_values(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, heads, tokens, dim] of normed hidden states."""
+        """Queries, keys and values [batch, heads, tokens, dim] of normed hidden states.
+
+        With a cache, keys and values are written there, and returned are all of its own.
+        """
         heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        sizes = (self.query_heads + self.key_heads, self.key_heads)
-        queries_and_keys, values = heads.split(sizes, 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = queries_and_keys.split((self.query_heads, self.key_heads), 2)
-            queries_and_keys = torch.cat((self.q_norm(queries), self.k_norm(keys)), 2)
-        if self.rotates:
-            queries_and_keys = _rotate(queries_and_keys, position_embeddings)
-        queries, keys = queries_and_keys.transpose(1, 2).split(
-            (self.query_heads, self.key_heads), 1
-        )
-        return queries, keys, values.transpose(1, 2)
+
+        def by_tensor_operations() -> tuple[Tensor, Tensor, Tensor]:
+            """What this method returns."""
+            sizes = (self.query_heads, self.key_heads)
+            queries_and_keys, values = heads.split((sum(sizes), self.key_heads), 2)
+            if self.q_norm is not None and self.k_norm is not None:
+                queries, keys = queries_and_keys.split(sizes, 2)
+                queries_and_keys = torch.cat((self.q_norm(queries), self.k_norm(keys)), 2)
+            if self.rotates:
+                queries_and_keys = _rotate(queries_and_keys, position_embeddings)
+            queries, keys = queries_and_keys.transpose(1, 2).split(sizes, 1)
+            values = values.transpose(1, 2)
+            if cache is not None:
+                keys, values = cache.update(keys, values, self.layer_idx)
+            return queries, keys, values
+
+        def in_place() -> tuple[Tensor, Tensor, Tensor]:
+            """The same by one kernel."""
+            angles = position_embeddings if self.rotates else None
+            norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
+            queries = rotate_and_cache(
+                heads, norms, angles, cache.slots, memory.keys, memory.values
+            )
+            return queries, *memory.visible()
+
+        memory: Any = cache.layers[self.layer_idx] if isinstance(cache, TreeCache) else None
+        if memory is None or not memory.is_initialized:
+            return by_tensor_operations()
+        return by_kernel("heads", heads, in_place, by_tensor_operations)
 
 
 class FusedMLP(nn.Module):
@@ -288,10 +316,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width], in the same dtype."""
+        norm, normed = getattr(hidden_states, "normed", (None, None))
+        if norm is self and normed is not None:
+            return normed
         return by_kernel(
             "norm",
             hidden_states,
-            lambda: rms_norm(hidden_states, self.weight, self.epsilon),
+            lambda: rms_norm(hidden_states, self.weight, self.epsilon)[1],
             lambda: self._normed(hidden_states),
         )
 
@@ -301,6 +332,23 @@ class RMSNorm(nn.Module):
         root = torch.linalg.vector_norm(x, 2, -1, True).mul_(x.shape[-1] ** -0.5)
         scaled = torch.div(x, root.hypot_(self.root_of_epsilon)).mul_(self.weight)
         return scaled.to(hidden_states.dtype)
+
+
+def add_before(norm: Any, x: Tensor, addend: Tensor) -> Tensor:
+    """x + addend. Where kernels run, `norm`, which reads the sum next, is computed along with it.
+
+    The result then has it as its attribute `normed`.
+    """
+    if not isinstance(norm, RMSNorm):
+        return x + addend
+
+    def add_and_norm() -> Tensor:
+        """The sum with the normed one."""
+        total, normed = rms_norm(x, norm.weight, norm.epsilon, addend)
+        total.normed = norm, normed  # type: ignore[attr-defined]
+        return total
+
+    return by_kernel("norm", x, add_and_norm, lambda: x + addend)
 
 
 def fused_norm(norm: Any, weight: Tensor, dtype: torch.dtype) -> RMSNorm:
@@ -321,16 +369,9 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embeddings applied to heads [batch, tokens, heads, head_dim]."""
     cos, sin = position_embeddings
-
-    def rotate_by_tensor_operations() -> Tensor:
-        """What the kernel computes."""
-        first_half, second_half = heads.chunk(2, -1)
-        rotated_half = torch.cat((-second_half, first_half), -1)
-        return torch.addcmul(heads * cos.unsqueeze(2), rotated_half, sin.unsqueeze(2))
-
-    return by_kernel(
-        "rotary embedding", heads, lambda: rotate(heads, cos, sin), rotate_by_tensor_operations
-    )
+    first_half, second_half = heads.chunk(2, -1)
+    rotated_half = torch.cat((-second_half, first_half), -1)
+    return torch.addcmul(heads * cos.unsqueeze(2), rotated_half, sin.unsqueeze(2))
 
 
 def _joined_linear(
