@@ -246,7 +246,7 @@ def covering(tokens):
     [
         ("target", lambda: tiny("Llama").train(), r"found in training mode.*; call eval\(\)"),
         ("draft", lambda: tiny("Llama").train(), r"found in training mode.*; call eval\(\)"),
-        ("target", with_quantised_inputs, "differ by what else is in the batch.*quantised"),
+        ("target", with_quantised_inputs, "quantise its weights only, not its activations"),
         ("target", lambda: Adapted(tiny("Llama"), True), "adds tokens of its own to each prompt"),
         ("draft", lambda: tiny("Llama").to("meta"), "draft: on meta, .* move the draft there"),
         ("draft", lambda: covering([1, 2, 2]), "d2t must name each"),
