@@ -22,6 +22,7 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
+from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, view_slots
@@ -222,7 +223,7 @@ def stream_layers(model: Any, device: torch.device) -> HostStream:
     for layer in model.model.layers:
         places, size = {}, 0
         for name, parameter in layer.named_parameters():
-            places[name] = Place(parameter.dtype, tuple(parameter.shape), size)
+            places[name] = Place(dtype_name(parameter.dtype), tuple(parameter.shape), size)
             size = round_up(size + parameter.numel() * parameter.element_size(), 512)
         blocks.append(WeightBlock(0, size, 0, places))
         memory = aligned_memory(size)

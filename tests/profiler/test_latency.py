@@ -19,7 +19,7 @@ from sequoia_plan.artifacts.prompts import Prompt
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.breakdown import WARM_UP_ROUNDS, breakdown
-from sequoia_plan.profiler.hardware import differences, fingerprint
+from sequoia_plan.profiler.hardware import TIME_KEYS, differences, fingerprint
 from sequoia_plan.profiler.latency import MAX_ROUNDS, MIN_ROUNDS, LatencyMeter
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.size_timer import MAX_OVERHEAD_SIZE, SizeTimer
@@ -311,9 +311,9 @@ def test_a_breakdown_leaves_every_step_the_same_step(pair, monkeypatch):
 
 def test_fingerprints_are_compared_by_what_moves_times():
     current = fingerprint("cpu")
-    assert differences(current, current) == differences({}, current) == []
+    assert differences(current, current, TIME_KEYS) == differences({}, current, TIME_KEYS) == []
     other = current | {"threads": 999, "python": "2.7"}
-    assert differences(other, current) == [f"threads 999, here {current['threads']}"]
+    assert differences(other, current, TIME_KEYS) == [f"threads 999, here {current['threads']}"]
 
 
 @pytest.mark.parametrize(

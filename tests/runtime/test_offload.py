@@ -257,8 +257,7 @@ def test_from_profile_to_generate(folder, tmp_path, monkeypatch, run_briefly):
     # a busy machine may be warned of; the tree must fit
     assert "the tree was solved for" not in run_briefly("generate", *models, *placed, *generate)
     assert (
-        f"was solved for the target streamed from disk with {resident_layers} in memory "
-        f"and {LAYERS} fused layers, this is fused with {LAYERS} fused layers"
+        "was solved for another target than target (placement streamed from disk, here fused)"
     ) in run_briefly("generate", *models, *generate)
 
 
