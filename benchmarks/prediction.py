@@ -137,8 +137,8 @@ def compare(
         for size in options.sizes
     }
     runs, times = decode_and_time(pair, profile, sampling, prompts, trees, options.tokens)
-    (observed,) = measure_acceptance(
-        pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens
+    observed = measure_acceptance(
+        pair, prompts, sampling, precision=0.0, tokens_per_prompt=options.tokens
     )
     of_held_out = Acceptance.counted(observed.totals())
     by_class = profile.acceptance
@@ -179,7 +179,7 @@ def decode_and_time(
         name: decode_whole_steps(pair, tree, sampling, tokens)
         for name, tree in {"plain": TokenTree.chain(1), **trees}.items()
     }
-    meter = LatencyMeter(pair, [sampling], max_size=max(tree.size for tree in trees.values()))
+    meter = LatencyMeter(pair, sampling, max_size=max(tree.size for tree in trees.values()))
     meter.begin(math.inf)
 
     def time_every_size(num_prompts: int) -> None:

@@ -18,13 +18,13 @@ RANKS = 16
 """Number of children drawn at a node."""
 OnPrompt = Callable[[int, int, ObservedAcceptance], None]
 """Called after each prompt with the number of prompts so far, the most there may be, and what was
-observed so far with the sampling that is being measured."""
+observed so far."""
 
 
 def measure_acceptance(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
-    samplings: Sequence[Sampling],
+    sampling: Sampling,
     *,
     precision: float = 0.07,
     tokens_per_prompt: int = 32,
@@ -32,34 +32,28 @@ def measure_acceptance(
     tree: TokenTree | None = None,
     journal: Path | None = None,
     on_prompt: OnPrompt = lambda num_prompts, max_prompts, observed: None,
-) -> list[ObservedAcceptance]:
-    """Measure each sampling until its acceptance is known to within `precision`."""
+) -> ObservedAcceptance:
+    """Measure on one prompt after the other, until acceptance is known to within `precision`."""
     work = [
         pair.metadata,
         [list(map(int, prompt)) for prompt in prompts],
-        [sampling.settings() for sampling in samplings],
+        sampling.settings(),
         tokens_per_prompt,
         ranks,
         None if tree is None else tree.parents.tolist(),
     ]
     results = Journal(journal, work)
-    measure_prompt = ForcedAcceptance(pair, ranks, any(map(uses_traversal, samplings)), tree)
-    acceptances, num_prompts = [], 0
-    for number, sampling in enumerate(samplings):
-        tallies = []
-        for use, prompt in enumerate(prompts):
-            measure = partial(
-                measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, use
-            )
-            tallies.append(results.result(f"{number}.{use}", measure))
-            num_prompts += 1
-            observed = collect(tallies, measure_prompt.tree)
-            on_prompt(num_prompts, len(prompts) * len(samplings), observed)
-            if observed.precision() <= precision:
-                break
-        if not observed.trials.any():
-            raise SequoiaPlanError(
-                "acceptance: no step was decoded; the prompts leave no room in the model's context"
-            )
-        acceptances.append(observed)
-    return acceptances
+    measure_prompt = ForcedAcceptance(pair, ranks, uses_traversal(sampling), tree)
+    tallies = []
+    for number, prompt in enumerate(prompts):
+        measure = partial(measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, number)
+        tallies.append(results.result(str(number), measure))
+        observed = collect(tallies, measure_prompt.tree)
+        on_prompt(len(tallies), len(prompts), observed)
+        if observed.precision() <= precision:
+            break
+    if not observed.trials.any():
+        raise SequoiaPlanError(
+            "acceptance: no step was decoded; the prompts leave no room in the model's context"
+        )
+    return observed

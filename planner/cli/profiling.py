@@ -129,7 +129,7 @@ def profile(
         profiles = measure(
             pair,
             measured_prompts,
-            [settings],
+            settings,
             LATENCY_SECONDS,
             contexts,
             on_size=on_size,
