@@ -1,7 +1,5 @@
 """Reading files within limits, and writing files so that an old one is never lost."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Intervals of the predictions: how noise, and prompts of a new kind, change tokens and speed."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How often the child of each rank is accepted, by level: measured prompt by prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

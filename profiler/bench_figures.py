@@ -1,7 +1,5 @@
 """What bench reports of its runs: speeds, speed-ups with intervals, and predictions by kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Methods of decoding, ours and transformers', each as a function of a prompt that is timed."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The machine that a profile was measured on."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,7 +1,5 @@
 """The time of each part of a step on this machine, measured with the decoder's own functions."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence

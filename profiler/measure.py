@@ -1,7 +1,5 @@
 """The profiler: a pair of models in, a profile out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

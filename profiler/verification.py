@@ -1,7 +1,5 @@
 """The time of verification: a base and a slope by nodes, from the times of a few trees."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

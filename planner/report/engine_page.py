@@ -1,7 +1,5 @@
 """A plan for another engine as one HTML file, with throughput by number of speculative tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from html import escape
 from typing import Any

@@ -1,7 +1,5 @@
 """A plan for another engine as sentences and as a table in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sequoia_plan.engines.plan import Cell, ContextPlan, EnginePlan, MeasuredCell

@@ -1,7 +1,5 @@
 """Why a tree is the best: its expected tokens from the tree alone, and a bound for its size."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

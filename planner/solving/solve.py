@@ -1,7 +1,5 @@
 """The compiler: acceptance and latencies in, the best token tree out."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

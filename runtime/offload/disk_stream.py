@@ -4,8 +4,6 @@ Threads read into every free slot, in the order of the layers. After the last la
 the first ones, so the slots fill while the next tree is drafted.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 

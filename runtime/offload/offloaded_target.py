@@ -3,8 +3,6 @@
 Some layers stay in memory. The others are streamed in every pass.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ at a multiple of 4,096 bytes, as reads past the page cache require, and has a ch
 the blocks is JSON at the end of the file, and after it come its length and its checksum.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

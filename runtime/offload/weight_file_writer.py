@@ -1,7 +1,5 @@
 """Writes the files of weights that `weight_file.py` reads."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The trees by match of a profile: the fastest ones on its recorded texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

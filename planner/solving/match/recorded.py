@@ -10,8 +10,6 @@ probability of a drafted child in a class is that of the class times what the ki
 all prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

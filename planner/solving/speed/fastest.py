@@ -1,7 +1,5 @@
 """The tree for this hardware: the most expected tokens a second, each draft pass at its width."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The closest rows that never increase with rank: the order in which best-first takes nodes."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ heap pop a node gives the best trees of all sizes, each contained in the next. T
 by class as well, because siblings have a parent, and so a row, in common.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numpy.typing import NDArray
