@@ -441,7 +441,7 @@ def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():
     times = StepTime.from_measured(profile)
     texts = recorded_texts(profile.lookup)
     problems = recorded.match_problems(profile)
-    recording = recorded.Recording(texts, np.array([0.5, 0.5]), problems, times)
+    recording = recorded.Recording(texts, problems, times)
     start = recording.decode((TokenTree.chain(1),) * 2)
     assert start.speed == pytest.approx(1 / times.plain_seconds())
     drafted = {TokenTree.chain(2), TokenTree.star(2)}
