@@ -57,7 +57,7 @@ def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
     with pytest.raises(KeyboardInterrupt):
         tokens(offloaded)
     hook.remove()
-    assert stream.current_block % len(stream.blocks) != 0
+    assert stream.layer_in_slot != [0, 1, 2]
     assert torch.equal(tokens(offloaded), expected)
 
 
@@ -207,7 +207,7 @@ def test_threads_end_with_the_model(folder):
     threads_before = set(threading.enumerate())
     offloaded_decoder = decoder(streamed(folder))
     offloaded_decoder.generate(PROMPT, 4)
-    assert len(set(threading.enumerate()) - threads_before) == disk_stream.THREADS
+    assert 1 <= len(set(threading.enumerate()) - threads_before) <= disk_stream.THREADS
     stream_of(offloaded_decoder.step.target.model).close()
     with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
         offloaded_decoder.generate(PROMPT, 4)
