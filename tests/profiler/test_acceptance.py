@@ -291,7 +291,7 @@ def test_interrupted_runs_go_on(tmp_path):
         measured(pair, PLAIN_RULE, journal=journal, on_prompt=stop)
     document = json.loads(journal.read_text())
     assert len(document["done"]) == 5
-    document["done"]["0.0"]["counts"][0][0][0] = 0.5  # shows that the journal is read
+    document["done"]["0"]["counts"][0][0][0] = 0.5  # shows that the journal is read
     journal.write_text(json.dumps(document))
     resumed = measured(pair, PLAIN_RULE, journal=journal)
     assert resumed.counts[0, 0, 0, 0] == 0.5 != whole.counts[0, 0, 0, 0]
