@@ -59,14 +59,14 @@ def run_small_kernel(device: str) -> bool:
     return True
 
 
-def idle_cores(seconds: float = 0.3) -> float | None:
-    """How many of the machine's cores did nothing on average, while this waited so many seconds.
+def idle_cores() -> float | None:
+    """How many of the machine's cores did nothing on average, while this waited for a moment.
 
     None where Linux's /proc does not say.
     """
     try:
         idle_before, started = _idle_seconds(), time.perf_counter()
-        time.sleep(seconds)
+        time.sleep(0.3)
         return (_idle_seconds() - idle_before) / (time.perf_counter() - started)
     except (OSError, ValueError, IndexError):
         return None

@@ -29,7 +29,7 @@ def test_round_trip_and_stable_bytes(tree, acceptance):
     assert loaded == tree and loaded.plan == tree.plan and to_bytes(loaded) == data
     tensors, stored_plan = independent_reader.read(data)
     assert stored_plan == tree.plan.to_dict()
-    mask = np.unpackbits(tensors.pop("attention_mask"), axis=1, count=len(tree), bitorder="little")
+    mask = np.unpackbits(tensors.pop("attention_mask"), axis=1, count=tree.size, bitorder="little")
     assert np.array_equal(mask, tree.attention_mask)
     assert all(np.array_equal(tensors[name], getattr(tree, name)) for name in tensors)
 

@@ -41,11 +41,6 @@ class FastestTree:
     speed: float
     bound: float
 
-    @property
-    def gap(self) -> float:
-        """How much faster another tree could be at most, as a share of the bound."""
-        return max(0.0, 1 - self.speed / self.bound)
-
 
 Score = Callable[[TokenTree], FastestTree]
 """Gives the tree that a tree of the search stands for, with its speed, which is its bound, too."""
