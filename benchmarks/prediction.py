@@ -37,12 +37,12 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.bench import bench
 from sequoia_plan.profiler.bench_figures import RESAMPLES
 from sequoia_plan.profiler.decoding_methods import DecodePrompt, PromptRun
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import MAX_INTERVAL, LatencyMeter
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.dtype import dtype_name

@@ -35,8 +35,12 @@ from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, set_parameters, view_slots
-from sequoia_plan.runtime.offload.weight_file import WeightBlock, WeightFile
-from sequoia_plan.runtime.offload.weight_file_writer import exclusive_lock, write_weights
+from sequoia_plan.runtime.offload.weight_file import (
+    WeightBlock,
+    WeightFile,
+    exclusive_lock,
+    write_weights,
+)
 
 FILE_SAMPLES, SAMPLE_BYTES = 256, 4096
 """So many samples of so many bytes, spread over a file of weights, tell its content apart."""

@@ -13,7 +13,7 @@ from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.acceptance import DEEP_TRIALS, FIRST_DEEP_LEVEL, estimate
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import (
     LEVELS,
     MAX_LEVELS,

@@ -23,8 +23,8 @@ from sequoia_plan.planner import frontier
 from sequoia_plan.planner.solving.speed import fastest, relaxation
 from sequoia_plan.planner.solving.speed.costs import OtherSteps
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
-from sequoia_plan.planner.solving.speed.isotonic import isotonic
 from sequoia_plan.planner.solving.tokens import best_first
+from sequoia_plan.planner.solving.tokens.best_first import isotonic
 from sequoia_plan.planner.solving.tokens.frontier import best_tree
 
 TINY = Latency({n: 0.04 + 0.0005 * n for n in range(1, 8)}, {1: 0.002, 2: 0.012, 5: 0.02}, 0.001, 0)

@@ -14,8 +14,8 @@ from toys import PROMPTS, ToyModel, toy_pair
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.counts import MAX_KINDS
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.children import DrawnChildren
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER

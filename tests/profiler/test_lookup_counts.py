@@ -24,7 +24,6 @@ from sequoia_plan.artifacts.lookup import (
 )
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.profiler import forced
-from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.profiler.lookup_counts import (
@@ -36,6 +35,7 @@ from sequoia_plan.profiler.lookup_counts import (
     look_up,
     lookup_counts,
 )
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS
 from sequoia_plan.runtime import Pair, Sampling
 
