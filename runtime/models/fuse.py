@@ -16,13 +16,13 @@ from sequoia_plan.runtime.models.fused_layer import (
     FUSIBLE_NORMS,
     FusedLayer,
     can_fuse,
-    fused_norm,
     has_gated_mlp,
     is_as_defined,
     plain_linear,
 )
+from sequoia_plan.runtime.models.fused_norm import fused_norm
 
-MAX_ERROR = 1e-5
+MAX_ERROR = 1e-4
 """The relative error, in float32, below which a fused layer takes the place of transformers'."""
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
 """The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
