@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numba
 import pytest
 import torch
 from architectures import tiny
@@ -25,6 +26,7 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.planner.cli import pair as cli_pair
 from sequoia_plan.planner.cli import profiling
+from sequoia_plan.planner.cli.pair import when_numba_compiles
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling
@@ -315,3 +317,12 @@ def test_threads(run, one_thread):
     """The number is torch's own, and so it is in profiles."""
     run("generate", "--threads", "2", "--tree", "missing")
     assert fingerprint("cpu")["threads"] == torch.get_num_threads() == 2
+
+
+def test_compiling_is_announced_once():
+    announced = []
+    with when_numba_compiles(lambda: announced.append(1)):
+        function = numba.njit(lambda number: number + 1)
+        assert function(1) == function(2) - 1
+    function(1.5)  # compiled anew, outside
+    assert announced == [1]
