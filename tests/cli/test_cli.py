@@ -108,12 +108,6 @@ def test_solve_says_when_to_count_again(run):
         assert bool(result.stderr) == bool(note) and note in result.stderr
 
 
-def test_solve_same_input_same_bytes(run, tmp_path):
-    for name in ("a", "b"):
-        run("solve", *LIMITS, "-o", name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("name", "text"), [("p.json", "[0.5, 0.2, 1e-5]"), ("p.yaml", "- [0.5, 0.2]\n- [0.4, 0.3]\n")]
 )
@@ -173,13 +167,6 @@ def test_an_error_that_nobody_foresaw_is_a_line(run, monkeypatch):
 
     monkeypatch.setattr("sequoia_plan.artifacts.load_tree", fail)
     check_refused(run("show"), 1, "ZeroDivisionError: no (test_cli.py, line", "sequoia-plan doctor")
-
-
-def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
-    before = (tmp_path / "tree.safetensors").read_bytes()
-    (tmp_path / "profile.yaml").write_text(PROFILE.to_yaml().replace("0.04,", "-0.04,", 1))
-    check_refused(run("solve"), 1, "profile.yaml", "latency.target", ">= 1e-12")
-    assert (tmp_path / "tree.safetensors").read_bytes() == before
 
 
 def test_a_prompt_that_is_no_text(run):
