@@ -65,7 +65,7 @@ class Counts:
         SequoiaPlanError: for a negative number, or more accepted children than trials.
     """
 
-    def __init__(self, trials: Any, accepted: Any, name: str = "counts") -> None:
+    def __init__(self, trials: Any, accepted: Any) -> None:
         # totals are rounded in a file, so what they leave for a node class may be just below 0
         self.trials, self.accepted = read_only(trials), read_only(np.maximum(accepted, 0.0))
         accepted_of_trials = self.accepted.sum(-1)
@@ -75,7 +75,7 @@ class Counts:
         if not is_possible.all():
             level, node_class = np.argwhere(~is_possible)[0]
             raise SequoiaPlanError(
-                f"{name}[{level}]: found counts that sum to "
+                f"counts[{level}]: found counts that sum to "
                 f"{accepted_of_trials[level, node_class]:.6g} of "
                 f"{self.trials[level, node_class]:.6g} trials "
                 f"{'off' if node_class else 'on'} the spine, expected no negative number and at "

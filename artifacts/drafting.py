@@ -3,8 +3,6 @@
 The drafter declares them once. The cost model, the profiler and the runtime ask here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

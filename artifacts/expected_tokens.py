@@ -3,8 +3,6 @@
 In this module, `rates` are as in `Acceptance`: float64 [levels, node classes, ranks].
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 

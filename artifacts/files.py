@@ -1,7 +1,5 @@
 """Reading files within limits, and writing files so that an old one is never lost."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -114,20 +112,16 @@ def _umask() -> int:
 
 def read_bytes(path: str | Path, expected: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Read a file, or an endless device, up to a limit."""
-    chunks = []
-    bytes_left = max_bytes
     try:
         with open(path, "rb") as file:
-            while bytes_left >= 0 and (chunk := file.read(1 << 20)):
-                chunks.append(chunk)
-                bytes_left -= len(chunk)
+            data = file.read(max_bytes + 1)
     except OSError as error:
         raise SequoiaPlanError(
             f"{path}: cannot be read ({error.strerror}); expected {expected}"
         ) from error
-    if bytes_left < 0:
+    if len(data) > max_bytes:
         raise SequoiaPlanError(f"{path}: larger than {max_bytes} bytes; expected {expected}")
-    return b"".join(chunks)
+    return data
 
 
 def read_json(path: str | Path, expected: str) -> Any:

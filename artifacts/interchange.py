@@ -3,8 +3,6 @@
 docs/interchange.md says what each engine needs beyond the tree.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ They are seconds of model passes by their size, of verification, and of streamin
 weights.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

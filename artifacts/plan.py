@@ -1,7 +1,5 @@
 """A tree's plan: what it was solved for, from which measurements, predictions and proofs."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """What a plan predicts for a tree: expected tokens, seconds of a step, speed-up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The processor of this machine, as Python and Linux name it. Nothing heavy is imported."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prompts that acceptance is measured on: the built-in ones, or a user's own file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass

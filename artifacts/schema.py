@@ -1,7 +1,5 @@
 """Artifacts: structs that files hold, checked by msgspec while a file is read."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -202,9 +202,6 @@ class TokenTree:
         trees = self.portfolio
         return trees[max(shortest for shortest in trees if shortest <= match_length)]
 
-    def __len__(self) -> int:
-        return self.size
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TokenTree)

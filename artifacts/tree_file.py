@@ -3,8 +3,6 @@
 docs/format.md specifies the format.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

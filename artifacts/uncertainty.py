@@ -1,7 +1,5 @@
 """Intervals of the predictions: how noise, and prompts of a new kind, change tokens and speed."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -50,16 +48,14 @@ def gradient(tree: TokenTree, rates: Floats) -> Floats:
     return slope[..., :num_ranks]
 
 
-def rates_at_interval_ends(
-    tree: TokenTree, rates: Floats, trials: Floats, z: float = Z95
-) -> tuple[Floats, Floats]:
-    """The likeliest rates at which F(tree) is z standard errors below, and above.
+def rates_at_interval_ends(tree: TokenTree, rates: Floats, trials: Floats) -> tuple[Floats, Floats]:
+    """The likeliest rates at the ends of the 95 % interval of F(tree).
 
     F(tree) is the expected tokens of the tree. `trials` float64 [levels, node classes] are
     independent observations.
     """
     spread, variance = _propagated_noise(tree, rates, trials)
-    step = z * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rates)
+    step = Z95 * spread / math.sqrt(variance) if variance > 0 else np.zeros_like(rates)
     ends = np.clip(np.stack([rates - step, rates + step]), 0, 1)
     low, high = ends / np.maximum(1.0, ends.sum(-1, keepdims=True))  # sums are at most 1
     return low, high

@@ -3,8 +3,6 @@
 `1e-5` and `.5` are numbers, `010` is ten, and `1:30` is text, unlike in YAML 1.1.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

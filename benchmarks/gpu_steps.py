@@ -22,6 +22,7 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
+from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
@@ -226,7 +227,7 @@ def stream_layers(model: Any, device: torch.device) -> HostStream:
         places, size = {}, 0
         matrices = [(name, p) for name, p in layer.named_parameters() if p.ndim > 1]
         for name, parameter in matrices:  # norms are on the device, as in a target that is streamed
-            places[name] = Place(parameter.dtype, tuple(parameter.shape), size)
+            places[name] = Place(dtype_name(parameter.dtype), tuple(parameter.shape), size)
             size = round_up(size + parameter.numel() * parameter.element_size(), 512)
         blocks.append(WeightBlock(0, size, 0, places))
         memory = aligned_memory(size)

@@ -51,7 +51,7 @@ def bench_at(run: Run, sampling: Sampling) -> dict[str, Any]:
     profile = measure(
         pair,
         built_in()[: scale.num_profiled_prompts],
-        [sampling],
+        sampling,
         scale.latency_seconds,
         max_size=scale.max_size,
         precision=scale.precision,
@@ -102,7 +102,7 @@ def time_random_pair(run: Run, name: str) -> dict[str, Any]:
     """
     scale, sampling = run.scale, Sampling(0.6)
     pair = random_pair(name, scale.targets[name], scale.draft, run.device)
-    meter = LatencyMeter(pair, [sampling], max_size=scale.max_size)
+    meter = LatencyMeter(pair, sampling, max_size=scale.max_size)
     meter.begin(math.inf)
     latency = meter.finish(scale.latency_seconds)
     plain = step_breakdown(pair, TokenTree.chain(1), sampling, scale.rounds)

@@ -245,7 +245,7 @@ def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[st
     for draft, pair in pairs.items():
         wear_down()
         (profile,) = measure(
-            pair, built_in(), [sampling], options.latency_seconds, precision=PRECISION
+            pair, built_in(), sampling, options.latency_seconds, precision=PRECISION
         )
         trees[draft] = solve(profile, budget=BUDGET, depth=DEPTH).tree
         add(draft, sequoia_method(pair, trees[draft], sampling, tokens))

@@ -37,12 +37,12 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.bench import bench
 from sequoia_plan.profiler.bench_figures import RESAMPLES
 from sequoia_plan.profiler.decoding_methods import DecodePrompt, PromptRun
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.latency import MAX_INTERVAL, LatencyMeter
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.dtype import dtype_name
@@ -137,8 +137,8 @@ def compare(
         for size in options.sizes
     }
     runs, times = decode_and_time(pair, profile, sampling, prompts, trees, options.tokens)
-    (observed,) = measure_acceptance(
-        pair, prompts, [sampling], precision=0.0, tokens_per_prompt=options.tokens
+    observed = measure_acceptance(
+        pair, prompts, sampling, precision=0.0, tokens_per_prompt=options.tokens
     )
     of_held_out = Acceptance.counted(observed.totals())
     by_class = profile.acceptance
@@ -179,7 +179,7 @@ def decode_and_time(
         name: decode_whole_steps(pair, tree, sampling, tokens)
         for name, tree in {"plain": TokenTree.chain(1), **trees}.items()
     }
-    meter = LatencyMeter(pair, [sampling], max_size=max(tree.size for tree in trees.values()))
+    meter = LatencyMeter(pair, sampling, max_size=max(tree.size for tree in trees.values()))
     meter.begin(math.inf)
 
     def time_every_size(num_prompts: int) -> None:

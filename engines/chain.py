@@ -1,7 +1,5 @@
 """Expected tokens of chains of every length, from how far chains of one length were accepted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps of llama.cpp under other settings, replayed over recorded texts, and what they predict."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter

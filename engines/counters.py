@@ -1,7 +1,5 @@
 """vLLM's own counters of speculation, from a metrics page (Prometheus text) or an engine."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping

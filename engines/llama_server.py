@@ -4,8 +4,6 @@ The server's `timings` after each token give every step's time and how many toke
 accepted in it. Its debug log gives the draft's probabilities.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

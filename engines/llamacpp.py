@@ -4,8 +4,6 @@ The draft's probabilities are recorded along texts, from which `replay` predicts
 length (n-max) and threshold (p-min).
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Such a plan holds what was measured, what is predicted from it, and what was measured afterwards.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """Measures what a plan for an engine needs, makes the plan, and verifies it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, product

@@ -1,7 +1,5 @@
 """The engines that run: one for each way of drafting, as many at a time as fit in memory."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What a step of an engine is expected to yield and to take, whatever predicts it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol

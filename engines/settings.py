@@ -1,7 +1,5 @@
 """One plan as the settings of every engine, in the form that its source reads."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence

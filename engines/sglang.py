@@ -4,8 +4,6 @@ Nothing is run here. Acceptance is from the histogram in the `meta_info` of resp
 times are from the lines `Decode batch` of a log.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest

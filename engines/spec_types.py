@@ -1,7 +1,5 @@
 """llama.cpp's types of speculation: their options, and the ways of drafting to choose from."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from sequoia_plan.engines.timing import NEVER

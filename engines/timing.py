@@ -1,7 +1,5 @@
 """Seconds of an engine's steps, from rounds of timed steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

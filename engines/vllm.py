@@ -3,8 +3,6 @@
 Acceptance is from vLLM's own counters, and step times are from timed steps of a few engines.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

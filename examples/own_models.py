@@ -29,7 +29,7 @@ texts = prompts.load(options.prompts) if options.prompts else prompts.built_in()
 (profile,) = measure(
     pair,
     texts[: options.num_prompts],
-    [Sampling(temperature=0)],
+    Sampling(temperature=0),
     latency_seconds=options.seconds,
     max_size=options.max_size,
     tokens_per_prompt=options.tokens,

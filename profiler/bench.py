@@ -1,7 +1,5 @@
 """Methods of decoding side by side: the same prompts and models, in turn, prompt by prompt."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

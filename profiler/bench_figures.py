@@ -1,7 +1,5 @@
 """What bench reports of its runs: speeds, speed-ups with intervals, and predictions by kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,12 +112,9 @@ def predicted_by_kind(
     return structs.replace(result, prediction=prediction, by_kind=by_kind)
 
 
-def _tokens_per_step(runs: Sequence[PromptRun]) -> float | None:
-    """New tokens a pass of the target, over all prompts; None if passes were not counted."""
-    passes = [run.passes for run in runs]
-    if None in passes:
-        return None
-    return round(sum(run.tokens for run in runs) / sum(filter(None, passes)), 4)
+def _tokens_per_step(runs: Sequence[PromptRun]) -> float:
+    """New tokens a pass of the target, over all prompts."""
+    return round(sum(run.tokens for run in runs) / sum(run.passes for run in runs), 4)
 
 
 def _speedup(runs: Sequence[PromptRun], baseline_runs: Sequence[PromptRun]) -> Ratio:

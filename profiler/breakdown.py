@@ -1,7 +1,5 @@
 """Where the time of a step goes."""
 
-from __future__ import annotations
-
 import statistics
 from functools import partial
 from typing import Any

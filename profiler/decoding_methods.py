@@ -1,7 +1,5 @@
 """Methods of decoding, ours and transformers', each as a function of a prompt that is timed."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ class PromptRun:
     """One prompt decoded once: new tokens, passes of the target, and times from the start."""
 
     tokens: int
-    passes: int | None
+    passes: int
     seconds: float
     first_tokens: int
     first_seconds: float
@@ -54,7 +52,7 @@ class _Stopwatch:
     def end(self) -> None:
         """Do nothing; streamers have this method."""
 
-    def stop(self, tokens: int, passes: int | None) -> PromptRun:
+    def stop(self, tokens: int, passes: int) -> PromptRun:
         """The figures of the run that ends now."""
         seconds = time.perf_counter() - self.started
         return PromptRun(tokens, passes, seconds, self.first_tokens, self.first_seconds)
@@ -82,7 +80,7 @@ def sequoia_method(
 
 
 def transformers_method(
-    pair: Pair, sampling: Sampling, tokens: int, *, counts_passes: bool = True, **options: Any
+    pair: Pair, sampling: Sampling, tokens: int, **options: Any
 ) -> DecodePrompt:
     """transformers' own `generate`, with further `options`."""
     target = pair.target
@@ -105,14 +103,12 @@ def transformers_method(
         ids = torch.tensor([prompt], device=target.device)
         passes: list[int] = []
         hook = target.register_forward_pre_hook(lambda *_: passes.append(1))
-        if not counts_passes:
-            hook.remove()
         watch = _Stopwatch(len(prompt))
         try:
             mask = torch.ones_like(ids)
             sequences = target.generate(ids, attention_mask=mask, streamer=watch, **options)
             new_tokens = sequences.shape[1] - len(prompt)
-            return watch.stop(new_tokens, len(passes) if counts_passes else None)
+            return watch.stop(new_tokens, len(passes))
         finally:
             hook.remove()
 

@@ -3,8 +3,6 @@
 Decoding does not need these, so they are not methods of the drafters.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

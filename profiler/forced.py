@@ -4,8 +4,6 @@ At each position of the text, children are drawn from the draft, and the verifie
 accepting each is computed: less noisy than counting which one is accepted.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

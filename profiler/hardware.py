@@ -1,11 +1,9 @@
 """The machine that a profile was measured on."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,10 @@ from sequoia_plan.runtime.models.layer_operations import silu_mul
 
 TIME_KEYS = ("device", "processor", "threads", "gpu", "torch")
 """Keys of a fingerprint that change step times."""
+MODEL_KEYS = (
+    *("dtype", "placement", "weights", "resident_layers", "fused_layers", "content", "digest"),
+)
+"""Keys of a model's metadata that change acceptance or step times."""
 
 
 def fingerprint(device: torch.device | str) -> dict[str, Any]:
@@ -57,14 +59,14 @@ def run_small_kernel(device: str) -> bool:
     return True
 
 
-def idle_cores(seconds: float = 0.3) -> float | None:
-    """How many of the machine's cores did nothing on average, while this waited so many seconds.
+def idle_cores() -> float | None:
+    """How many of the machine's cores did nothing on average, while this waited for a moment.
 
     None where Linux's /proc does not say.
     """
     try:
         idle_before, started = _idle_seconds(), time.perf_counter()
-        time.sleep(seconds)
+        time.sleep(0.3)
         return (_idle_seconds() - idle_before) / (time.perf_counter() - started)
     except (OSError, ValueError, IndexError):
         return None
@@ -77,10 +79,12 @@ def _idle_seconds() -> float:
     return idle_ticks / float(os.sysconf("SC_CLK_TCK"))
 
 
-def differences(measured: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Differences between two fingerprints that change step times, one line each."""
+def differences(
+    measured: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str]
+) -> list[str]:
+    """Which of these keys of metadata differ, as "threads 2, here 4"."""
     return [
         f"{name} {measured[name]}, here {current[name]}"
-        for name in TIME_KEYS
+        for name in names
         if name in measured and name in current and measured[name] != current[name]
     ]

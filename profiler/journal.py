@@ -1,7 +1,5 @@
 """Finished work on disk, so that a run that was killed continues where it was."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The time of each part of a step on this machine, measured with the decoder's own functions."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +14,6 @@ from sequoia_plan.artifacts import (
     SequoiaPlanError,
     StreamCost,
     TokenTree,
-    VerificationCost,
 )
 from sequoia_plan.profiler.size_timer import SizeTimer
 from sequoia_plan.profiler.timing import CONTEXT, drift_free_quartiles, text_prompt, timed
@@ -34,19 +31,19 @@ MAX_INTERVAL = 4
 class LatencyMeter:
     """Times passes of growing size, then all sizes in turn, round by round.
 
-    Passes are timed with the first sampling, verification with each; `texts` fill the KV cache.
+    `texts` fill the KV cache.
     """
 
     def __init__(
         self,
         pair: Pair,
-        samplings: Sequence[Sampling],
+        sampling: Sampling,
         context: int = CONTEXT,
         on_size: Callable[[int, float], None] = lambda size, median: None,
         max_size: int = SIZES[-1],
         texts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.samplings, self.on_size = list(dict.fromkeys(samplings)), on_size
+        self.sampling, self.on_size = sampling, on_size
         self.step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
         self.prompt = text_prompt(pair, context, texts)
         self.sizes = [size for size in SIZES if size <= max_size]
@@ -60,7 +57,7 @@ class LatencyMeter:
     @torch.inference_mode()
     def begin(self, max_tokens: float) -> None:
         """Time each size a few times, up to one that costs more than `max_tokens` plain passes."""
-        drafter, sampling = self.step.drafter, self.samplings[0]
+        drafter, sampling = self.step.drafter, self.sampling
         assert drafter is not None
         if self.step.models.graphs and not sampling.greedy:
             # reserve random numbers for all sizes at once: if their memory moved later, every
@@ -94,7 +91,7 @@ class LatencyMeter:
         max_depth = drafter.drafting.max_depth
         for tree in trees_to_time(self.timers[-1].size, drafter.vocabulary, max_depth):
             step = self.step.with_tree(tree)
-            self.verification_timers.append(VerificationTimer(step, self.samplings, self.prompt))
+            self.verification_timers.append(VerificationTimer(step, sampling, self.prompt))
         self._time([])  # warms up
 
     @torch.inference_mode()
@@ -120,6 +117,9 @@ class LatencyMeter:
             medians[part][size] = _rounded(median)
             quartiles[part][size] = _rounded(low), _rounded(high)
         overheads = [max(0.0, seconds) for _, seconds, _ in self._quartiles("overhead").values()]
+        verification = {
+            tree: median for (_, tree), (_, median, _) in self._quartiles("verification").items()
+        }
         stream, stream_cost = self.step.target.stream, None
         if stream:
             pass_seconds = statistics.median(sample["stream", 1] for sample in self.samples)
@@ -136,30 +136,21 @@ class LatencyMeter:
             quartiles=quartiles,
             out_of_memory=self.out_of_memory_size,
             stream=stream_cost,
-            verification=self.verification_cost(self.samplings[0]),
+            verification=fit([tree.size for tree in verification], list(verification.values())),
         )
-
-    def verification_cost(self, sampling: Sampling) -> VerificationCost:
-        """The cost of verification with one of the samplings."""
-        # drift is taken out of all samplings together, which keeps their ratios
-        quartiles = self._quartiles(*self.samplings)
-        medians = {tree: times[1] for (name, tree), times in quartiles.items() if name == sampling}
-        return fit([tree.size for tree in medians], list(medians.values()))
 
     def _time(self, timers: Iterable[SizeTimer]) -> dict[Any, float]:
         """Run some timers of sizes and all others once.
 
-        Returns seconds by the part's name and its size, and of verification by the sampling and the
-        tree.
+        Returns seconds by the part's name and its size, and of verification by the tree.
         """
         seconds: dict[Any, float] = {}
         for timer in timers:
             seconds |= timer.run()
         for tree_timer in self.verification_timers:
-            for sampling in self.samplings:
-                # as in a step: a model's weights have just replaced what the processor's cache held
-                self.timers[0].draft_pass()
-                seconds[sampling, tree_timer.step.tree] = tree_timer.run(sampling)
+            # as in a step: a model's weights have just replaced what the processor's cache held
+            self.timers[0].draft_pass()
+            seconds["verification", tree_timer.step.tree] = tree_timer.run()
         seconds["stream", 1] = self._stream_seconds()
         return seconds
 

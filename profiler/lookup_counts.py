@@ -1,7 +1,5 @@
 """Prompt lookup, counted over texts that the target wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

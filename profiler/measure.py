@@ -1,20 +1,20 @@
 """The profiler: a pair of models in, a profile out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from msgspec import structs
+import torch
 
-from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
+from sequoia_plan.artifacts import Acceptance, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import max_expected_tokens
 from sequoia_plan.artifacts.prompts import Prompt
-from sequoia_plan.profiler.acceptance import OnPrompt, measure_acceptance
+from sequoia_plan.profiler.forced import ForcedAcceptance, uses_traversal
 from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.profiler.latency import SIZES, LatencyMeter
 from sequoia_plan.profiler.lookup_counts import lookup_counts
-from sequoia_plan.profiler.observed import MIN_PROMPTS, ObservedAcceptance
+from sequoia_plan.profiler.observed import MIN_PROMPTS, ObservedAcceptance, collect
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.profiler.timing import CONTEXT
 from sequoia_plan.runtime import Pair, Sampling
@@ -24,14 +24,57 @@ PROMPTS_PER_ROUND = 2
 TOKENS_MARGIN = 1.25
 """Factor on the bound that decides which sizes are timed: the bound follows from the acceptance on
 the first prompts, and the final acceptance may be higher."""
+RANKS = 16
+"""Number of children drawn at a node."""
+OnPrompt = Callable[[int, int, ObservedAcceptance], None]
+"""Called after each prompt with the number of prompts so far, the most there may be, and what was
+observed so far."""
+
+
+def measure_acceptance(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    precision: float = 0.07,
+    tokens_per_prompt: int = 32,
+    ranks: int = RANKS,
+    tree: TokenTree | None = None,
+    journal: Path | None = None,
+    on_prompt: OnPrompt = lambda num_prompts, max_prompts, observed: None,
+) -> ObservedAcceptance:
+    """Measure on one prompt after the other, until acceptance is known to within `precision`."""
+    work = [
+        pair.metadata,
+        [list(map(int, prompt)) for prompt in prompts],
+        sampling.settings(),
+        tokens_per_prompt,
+        ranks,
+        None if tree is None else tree.parents.tolist(),
+    ]
+    results = Journal(journal, work)
+    measure_prompt = ForcedAcceptance(pair, ranks, uses_traversal(sampling), tree)
+    tallies = []
+    for number, prompt in enumerate(prompts):
+        measure = partial(measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, number)
+        tallies.append(results.result(str(number), measure))
+        observed = collect(tallies, measure_prompt.tree)
+        on_prompt(len(tallies), len(prompts), observed)
+        if observed.precision() <= precision:
+            break
+    if not observed.trials.any():
+        raise SequoiaPlanError(
+            "acceptance: no step was decoded; the prompts leave no room in the model's context"
+        )
+    return observed
 
 
 def measure(
     pair: Pair,
     prompts: Sequence[Prompt],
-    samplings: Sequence[Sampling],
+    sampling: Sampling,
     latency_seconds: float = 45.0,
-    context: int | Sequence[int] = CONTEXT,
+    contexts: Sequence[int] = (CONTEXT,),
     *,
     precision: float = 0.07,
     tokens_per_prompt: int = 32,
@@ -41,18 +84,17 @@ def measure(
     on_size: Callable[[int, float], None] = lambda size, median: None,
     on_prompt: OnPrompt = lambda num_prompts, max_prompts, observed: None,
 ) -> list[Profile]:
-    """Measure a profile for each context and sampling: acceptance on `prompts`, and latency.
+    """Measure a profile for each context: acceptance on `prompts`, and latency.
 
-    The forward passes of target and draft are timed with the first sampling, verification with
-    each. Rounds of latency samples are spread over the prompts: the speed of a shared machine
+    Rounds of latency samples are spread over the prompts: the speed of a shared machine
     changes, and one minute of samples at the end would show the speed of that minute only.
 
     Args:
-        samplings: temperature and verifier, one entry for each profile of a context.
+        sampling: temperature, filters and verifier.
         latency_seconds: about how long latency is sampled at each context, once it is known which
             sizes to time.
-        context: number of tokens in the KV cache while passes are timed; with several numbers,
-            passes are timed at each of them. Acceptance is counted on the prompts as they are.
+        contexts: numbers of tokens in the KV cache while passes are timed. Acceptance is counted
+            on the prompts as they are.
         precision: acceptance is measured until half of the 95 % interval of the expected tokens a
             step is at most this share of them.
         tokens_per_prompt: new tokens that the target writes after each prompt, at most.
@@ -62,18 +104,17 @@ def measure(
         on_size: called with each tree size (number of nodes) when it is first timed, and the median
             seconds of the target's pass over so many tokens.
         on_prompt: called after each prompt with the number of prompts so far, the most there may
-            be, and what was observed so far with the sampling that is being measured.
+            be, and what was observed so far.
 
     Returns:
-        The profiles of the first context in the order of `samplings`, then those of the next.
+        The profiles in the order of `contexts`.
 
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
     prompt_ids = [encode(pair.tokenizer, prompt.text) for prompt in prompts]
     meters = [
-        LatencyMeter(pair, samplings, size, on_size, max_size, prompt_ids)
-        for size in ([context] if isinstance(context, int) else context)
+        LatencyMeter(pair, sampling, context, on_size, max_size, prompt_ids) for context in contexts
     ]
     num_prompts_before_latency = min(MIN_PROMPTS, len(prompts))
 
@@ -91,10 +132,10 @@ def measure(
             for meter in meters:
                 meter.begin(TOKENS_MARGIN * max_tokens_of_any_tree(observed))
 
-    observed_by_sampling = measure_acceptance(
+    observed = measure_acceptance(
         pair,
         prompt_ids,
-        samplings,
+        sampling,
         precision=precision,
         tokens_per_prompt=tokens_per_prompt,
         tree=tree,
@@ -104,27 +145,21 @@ def measure(
     kinds = [prompt.kind for prompt in prompts]
     drafter = meters[0].step.drafter
     assert drafter is not None
-    profiles = []
-    for meter in meters:
-        latency = meter.finish(latency_seconds)
-        for sampling, observed in zip(samplings, observed_by_sampling, strict=True):
-            profiles.append(
-                Profile(
-                    acceptance=Acceptance.counted(observed.totals()),
-                    effective_trials=observed.effective_trials(),
-                    latency=structs.replace(
-                        latency, verification=meter.verification_cost(sampling)
-                    ),
-                    settings=sampling.settings(),
-                    models=pair.metadata,
-                    hardware=fingerprint(pair.target.device),
-                    tree_size=tree.size if tree else None,
-                    kinds=observed.by_kind(kinds),
-                    lookup=lookup_counts(observed.lookup, kinds),
-                    drafting=drafter.drafting,
-                )
-            )
-    return profiles
+    return [
+        Profile(
+            acceptance=Acceptance.counted(observed.totals()),
+            effective_trials=observed.effective_trials(),
+            latency=meter.finish(latency_seconds),
+            settings=sampling.settings(),
+            models=pair.metadata,
+            hardware=fingerprint(pair.target.device),
+            tree_size=tree.size if tree else None,
+            kinds=observed.by_kind(kinds),
+            lookup=lookup_counts(observed.lookup, kinds),
+            drafting=drafter.drafting,
+        )
+        for meter in meters
+    ]
 
 
 def max_tokens_of_any_tree(observed: ObservedAcceptance) -> float:

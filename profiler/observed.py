@@ -1,7 +1,5 @@
 """Acceptance as observed, prompt by prompt: totals by level and node class, and their precision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

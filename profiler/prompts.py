@@ -1,7 +1,5 @@
 """Prompts as token ids; `artifacts.prompts` reads them from files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

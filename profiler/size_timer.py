@@ -1,7 +1,5 @@
 """The times of one number of nodes: a pass of the target, a draft pass, and a step's overhead."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Repeated times: a clock for both kinds of devices, and medians without the machine's drift."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How far `traversal` gets in a tree where `sequoia` verifies the same draws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

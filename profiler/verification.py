@@ -1,7 +1,5 @@
 """The time of verification: a base and a slope by nodes, from the times of a few trees."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +11,6 @@ from sequoia_plan.artifacts import TokenTree, VerificationCost
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.draft.drafter import DraftedTree
 
 CHAIN_SIZES, WIDE_SIZES = (1, 8), (8, 64, 512)
 """Nodes of the trees that are timed; nodes of wide ones have three children each."""
@@ -43,14 +40,12 @@ def trees_to_time(max_nodes: int, vocabulary: int, max_depth: int | None = None)
 class VerificationTimer:
     """Verifies one drafted tree again and again."""
 
-    def __init__(self, step: CapturedStep, samplings: Sequence[Sampling], prompt: Tensor) -> None:
+    def __init__(self, step: CapturedStep, sampling: Sampling, prompt: Tensor) -> None:
         step.prefill(prompt, step.tree.depth, seed=0)
-        self.step, self.length = step, step.sequence.length.clone()
-        self.drafted: dict[Sampling, DraftedTree] = {}
+        self.step, self.sampling, self.length = step, sampling, step.sequence.length.clone()
         extent = step.extent(prompt.numel() - 1)
-        for sampling in samplings:
-            step.refill_random_numbers(sampling)
-            self.drafted[sampling] = step.draft(extent, sampling)
+        step.refill_random_numbers(sampling)
+        self.drafted = step.draft(extent, sampling)
         self.logits = step.forward_target(extent)
         # where one draft pass serves all levels, drawing counts as verification
         self.draft_logits: Tensor | None = None
@@ -59,20 +54,20 @@ class VerificationTimer:
             output = step.drafter.forward(step.passes[0], step.sequence, columns)
             self.draft_logits = output.logits
 
-    def run(self, sampling: Sampling) -> float:
+    def run(self) -> float:
         """Seconds to verify the tree, and to commit a path, which is undone."""
-        seconds = timed(self.step.device, partial(self._verify, sampling))[1]
+        seconds = timed(self.step.device, self._verify)[1]
         self.step.sequence.length.copy_(self.length)
         return seconds
 
-    def _verify(self, sampling: Sampling) -> None:
+    def _verify(self) -> None:
         """Draw the children if drawing counts, verify and commit."""
         if self.draft_logits is not None:
-            self.step.refill_random_numbers(sampling)
-            branching, bits = self.step.tree.branching, self.step.random_bits(sampling)
-            draw = partial(sampling.draw_children, self.draft_logits, branching, bits)
-            self.step.replay("drawing", draw, sampling)
-        self.step.run_verification(self.logits, self.drafted[sampling], sampling)
+            self.step.refill_random_numbers(self.sampling)
+            branching, bits = self.step.tree.branching, self.step.random_bits(self.sampling)
+            draw = partial(self.sampling.draw_children, self.draft_logits, branching, bits)
+            self.step.replay("drawing", draw, self.sampling)
+        self.step.run_verification(self.logits, self.drafted, self.sampling)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> VerificationCost:

@@ -134,7 +134,7 @@ def write_pages(app: Sphinx, error: Exception | None) -> None:
     reports.mkdir(exist_ok=True)
     profile = Profile.load(CATALOG / "profiles" / "smollm2-135m-epyc-2-cores-t0.yaml")
     session_tree = solve(profile, budget=768, depth=20).tree  # the README's
-    result = BenchResult.load(RESULTS / "bench-session-t0.json")
+    result = BenchResult.load(RESULTS / "bench-compiled-bfloat16-t0.json")
     (reports / "bench.html").write_text(page(session_tree, result))
     plan = json.loads((RESULTS / "engine-vllm.json").read_text())["plan"]
     (reports / "engine.html").write_text(engine_page(EnginePlan.from_dict(plan, "plan")))

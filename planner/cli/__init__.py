@@ -1,8 +1,6 @@
 """The command line. Only this package knows every layer, and it imports the heavy ones inside its
 commands, so that `--help` stays instant."""
 
-from __future__ import annotations
-
 import click
 
 from sequoia_plan.planner.cli.decoding import bench, generate

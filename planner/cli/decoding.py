@@ -1,7 +1,5 @@
 """Commands that decode: one prompt, or many prompts by several methods."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 No folder, host, user or model is named. It works where only the planner is installed.
 """
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import distributions
 

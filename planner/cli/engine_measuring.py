@@ -82,11 +82,11 @@ run_options = bundle(
 )
 
 
-def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, Any]:
-    """A callback that parses a JSON object; the object is empty without the option."""
+def read_json(text: str) -> dict[str, Any]:
+    """Read a JSON object."""
     value = None
     with suppress(ValueError):
-        value = json.loads("{}" if text is None else text)
+        value = json.loads(text)
     if not isinstance(value, dict):
         raise click.BadParameter(f'found {text}, expected a JSON object, as {{"dtype": "float32"}}')
     return value
@@ -106,13 +106,15 @@ def read_json(_: click.Context, __: click.Parameter, text: str | None) -> dict[s
 @click.option(
     "--engine-args",
     metavar="JSON",
-    callback=read_json,
+    type=read_json,
+    default="{}",
     help='Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.',
 )
 @click.option(
     "--speculative-args",
     metavar="JSON",
-    callback=read_json,
+    type=read_json,
+    default="{}",
     help='Further entries of the speculative config, as {"prompt_lookup_max": 4}.',
 )
 @click.option(
@@ -179,8 +181,8 @@ def vllm(
     write_plan(plan, **outputs)
 
 
-def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
-    """A callback that splits words as a shell does."""
+def split_words(text: str) -> list[str]:
+    """Split words as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -204,7 +206,7 @@ def split_words(_: click.Context, __: click.Parameter, text: str) -> list[str]:
     "--server-args",
     metavar="OPTIONS",
     default="",
-    callback=split_words,
+    type=split_words,
     help="Further options of llama-server, as '-ngl 99 -t 8'.",
 )
 @count_option(

@@ -1,7 +1,5 @@
 """The one place that renders errors: a line on stderr, and exit code 2 for wrong usage, else 1."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

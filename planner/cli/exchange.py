@@ -1,7 +1,5 @@
 """Commands that write files for other engines, and read theirs."""
 
-from __future__ import annotations
-
 import shutil
 
 import click

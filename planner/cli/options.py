@@ -74,12 +74,10 @@ def set_threads(context: click.Context, parameter: click.Parameter, value: int |
         torch.set_num_threads(value)
 
 
-def read_rare_settings(
-    context: click.Context, parameter: click.Parameter, text: str | None
-) -> dict[str, Any]:
-    """A callback that parses "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
+def read_rare_settings(text: str) -> dict[str, Any]:
+    """Read "top_k=40,min_p=0.1"; "top-k" is read as "top_k"."""
     values: dict[str, Any] = {}
-    for part in () if text is None else text.split(","):
+    for part in text.split(","):
         name, _, value = part.strip().partition("=")
         name = name.replace("-", "_")
         try:
@@ -95,19 +93,19 @@ def read_rare_settings(
 def sizes_option(name: str, parameter: str, maximum: int, text: str, **settings: Any) -> Decorator:
     """An option that takes whole numbers with commas between: "4,1,16" gives [1, 4, 16]."""
 
-    def parse(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
-        """The numbers, each once; None where the option is not given."""
+    def parse(value: str) -> list[int]:
+        """The numbers, each once."""
         try:
-            sizes = None if value is None else sorted({int(part) for part in value.split(",")})
+            sizes = sorted({int(part) for part in value.split(",")})
         except ValueError:
             sizes = [0]
-        if sizes and not 0 < sizes[0] <= sizes[-1] <= maximum:
+        if not 0 < sizes[0] <= sizes[-1] <= maximum:
             raise click.BadParameter(
                 f"found {value!r}, expected numbers from 1 to {maximum} with commas between"
             )
         return sizes
 
-    return click.option(name, parameter, metavar="N,N,...", callback=parse, help=text, **settings)
+    return click.option(name, parameter, metavar="N,N,...", type=parse, help=text, **settings)
 
 
 def count_option(
@@ -239,7 +237,7 @@ sampling_options = bundle(
         "--sampling",
         "rare_settings",
         metavar="NAME=VALUE,...",
-        callback=read_rare_settings,
+        type=read_rare_settings,
         help="Further settings: top_k=N, min_p=P (sample from tokens at least this fraction as "
         "probable as the most probable one), draft_temperature=T (of the distribution that a "
         "node's children are drawn from).",

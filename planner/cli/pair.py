@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,6 @@ TOLERATED_LOAD = 0.4
 """So much of one core may be busy without a warning."""
 COMPILING = "compiling the passes for this processor, once: about 20 seconds"
 NOT_PREDICTED = "its predictions do not apply"
-PLACEMENT_KEYS = ("placement", "weights", "resident_layers", "fused_layers")
-"""Keys of a model's metadata that say where its weights are."""
 
 
 def load_pair(
@@ -92,36 +90,18 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
     Decoding stays exact with any pair; only the tree's predictions do not apply.
     """
+    from sequoia_plan.profiler.hardware import MODEL_KEYS, TIME_KEYS, differences, fingerprint
+
     for role, planned in plan.models.items():
         loaded = pair.metadata.get(role, {})
-        contents = {planned.get("content"), loaded.get("content")} - {None}
-        difference: tuple[str, Any] | None = None
-        in_dtype, in_this = (f"{m.get('name')} in {m.get('dtype')}" for m in (planned, loaded))
-        if planned.get("dtype") != loaded.get("dtype"):  # the numbers are then others, too
-            difference = f"{role} {in_dtype}", in_this
-        elif len(contents) > 1 or planned.get("digest") != loaded.get("digest"):
-            difference = f"{role} {planned.get('name')}", loaded.get("name")
-        elif any(planned.get(key) != loaded.get(key) for key in PLACEMENT_KEYS):
-            difference = f"{role} {_placement_text(planned)}", _placement_text(loaded)
-        if difference:
-            solved_for, used = difference
-            warn(f"the tree was solved for the {solved_for}, this is {used}; {NOT_PREDICTED}")
+        # the first one: where dtypes differ, the numbers do as well
+        for difference in differences(planned, loaded, MODEL_KEYS)[:1]:
+            other = f"another {role} than {loaded.get('name')}"
+            warn(f"the tree was solved for {other} ({difference}); {NOT_PREDICTED}")
     if plan.latency:
-        from sequoia_plan.profiler.hardware import differences, fingerprint
-
-        for hardware in differences(plan.hardware, fingerprint(pair.target.device)):
-            warn(f"the tree was solved for another machine ({hardware}); {NOT_PREDICTED}")
-
-
-def _placement_text(metadata: Mapping[str, Any]) -> str:
-    """Describe where a model's weights are, as "compiled with weights in Q4_1+Q8_0"."""
-    if "weights" in metadata:
-        return f"{metadata['placement']} with weights in {metadata['weights']}"
-    layers = f"{metadata.get('fused_layers', 0)} fused layers"
-    if "resident_layers" in metadata:
-        resident, total = metadata["resident_layers"], metadata.get("layers")
-        layers = f"{resident} of {total} layers in memory and {layers}"
-    return f"{metadata.get('placement', 'in memory')} with {layers}"
+        current = fingerprint(pair.target.device)
+        for difference in differences(plan.hardware, current, TIME_KEYS):
+            warn(f"the tree was solved for another machine ({difference}); {NOT_PREDICTED}")
 
 
 def warn(message: str) -> None:

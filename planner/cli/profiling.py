@@ -30,8 +30,8 @@ MIN_FITTING_ACCEPTANCE = 0.02
 off by one, about a quarter is still accepted."""
 
 
-def read_percent(_: click.Context, __: click.Parameter, text: str) -> float:
-    """A callback that reads "2.5%" or "0.025" as 0.025."""
+def read_percent(text: str) -> float:
+    """Read "2.5%" or "0.025" as 0.025."""
     try:
         fraction = float(text.rstrip("% ")) / (100 if text.rstrip().endswith("%") else 1)
     except ValueError:
@@ -56,7 +56,7 @@ def read_percent(_: click.Context, __: click.Parameter, text: str) -> float:
     "--precision",
     metavar="PERCENT",
     default="7%",
-    callback=read_percent,
+    type=read_percent,
     show_default=True,
     help="Stop once predicted tokens a step are known to within this, at 95 %.",
 )
@@ -129,7 +129,7 @@ def profile(
         profiles = measure(
             pair,
             measured_prompts,
-            [settings],
+            settings,
             LATENCY_SECONDS,
             contexts,
             on_size=on_size,

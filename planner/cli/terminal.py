@@ -1,7 +1,5 @@
 """Output in the terminal: progress on stderr, figures on stdout."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

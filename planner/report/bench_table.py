@@ -1,7 +1,5 @@
 """What bench measured, in sentences and as a table in the terminal."""
 
-from __future__ import annotations
-
 from sequoia_plan.artifacts import BenchResult
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.planner.report.tables import Table, print_table

@@ -1,7 +1,5 @@
 """A plan for another engine as one HTML file, with throughput by number of speculative tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from html import escape
 from typing import Any
@@ -9,12 +7,11 @@ from typing import Any
 from sequoia_plan.engines.plan import ContextPlan, EnginePlan
 from sequoia_plan.planner.report.engine_table import (
     COLUMNS_NOTE,
+    acceptance_lines,
     findings,
     kind_of_request,
     launch_groups,
     parts_and_batches,
-    plan_acceptance_lines,
-    prediction_errors,
     table,
 )
 from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
@@ -40,9 +37,8 @@ def engine_page(plan: EnginePlan) -> str:
         + html_paragraphs("finding", *finding_sentences)
         + launch_lines
         + figures(_plots(plan))
-        + html_paragraphs("soft", *prediction_errors(plan))
         + html_table(table(plan))
-        + html_paragraphs("soft", f"{COLUMNS_NOTE}.", *plan_acceptance_lines(plan))
+        + html_paragraphs("soft", f"{COLUMNS_NOTE}.", *acceptance_lines(plan))
         + html_facts(
             {
                 "engine": f"{plan.engine} {plan.engine_version}",

@@ -1,18 +1,14 @@
 """A plan for another engine as sentences and as a table in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-from sequoia_plan.engines.plan import Cell, ChainAcceptance, ContextPlan, EnginePlan, MeasuredCell
+from sequoia_plan.engines.plan import Cell, ContextPlan, EnginePlan, MeasuredCell
 from sequoia_plan.planner.report.tables import Table, print_table
 
 COLUMNS_NOTE = (
     "K: speculative tokens; predicted, measured: generated tokens a second; "
     "~: on the line through two timed steps"
 )
-MAX_ERROR = 0.1
-"""Predictions that are further off than this are told."""
 
 
 def parts_and_batches(plan: EnginePlan) -> list[tuple[ContextPlan, int]]:
@@ -41,23 +37,6 @@ def findings(plan: EnginePlan) -> list[str]:
             loss = f"{_name(next_best)} would be {next_best.speedup:.2f} times as fast"
             finding = f"do not speculate ({_speed(plain)}; {loss})"
         sentences.append(f"{kind_of_request(part, batch)}: {finding}")
-    return sentences
-
-
-def prediction_errors(plan: EnginePlan) -> list[str]:
-    """Describes each prediction whose throughput differs much from the measured one, and why."""
-    sentences = []
-    for part in plan.contexts:
-        for cell in part.cells:
-            measured = cell.measured
-            error = cell.throughput / measured.throughput - 1 if measured else 0.0
-            if measured and abs(error) > MAX_ERROR:
-                tokens_error = cell.tokens_per_step / measured.tokens_per_step - 1
-                step_error = cell.seconds / measured.seconds - 1
-                sentences.append(
-                    f"{kind_of_request(part, cell.batch)} with {_name(cell)}: predicted "
-                    f"{error:+.0%} off (tokens a step {tokens_error:+.0%}, step {step_error:+.0%})"
-                )
     return sentences
 
 
@@ -118,31 +97,26 @@ def _with_range(cell: Cell | MeasuredCell) -> str:
     return f"{cell.throughput:.1f} ({cell.low:.1f}-{cell.high:.1f})"
 
 
-def acceptance_lines(acceptance: ChainAcceptance, mean_tokens: Sequence[float]) -> list[str]:
-    """Describes acceptance and expected tokens in two lines."""
-    survival = " ".join(f"{p:.3f}" for p in acceptance.survival)
-    mean = " ".join(f"{tokens:.3f}" for tokens in mean_tokens)
-    source = f"({acceptance.drafts} chains; {acceptance.source})"
-    return [
-        f"acceptance of the first 1, 2, ... tokens  {survival}  {source}",
-        f"expected tokens a step with 0, 1, ... speculative tokens  {mean}",
-    ]
-
-
-def plan_acceptance_lines(plan: EnginePlan) -> list[str]:
-    """Describes a plan's acceptance and expected tokens at each context."""
+def acceptance_lines(plan: EnginePlan) -> list[str]:
+    """Describes acceptance and expected tokens at each context."""
     lines = []
     for part in plan.contexts:
-        cells = [cell for cell in part.cells_at(part.batches[0]) if not cell.variant]
+        acceptance, cells = part.acceptance, part.cells_at(part.batches[0])
+        survival = " ".join(f"{p:.3f}" for p in acceptance.survival)
+        mean = " ".join(f"{cell.tokens_per_step:.3f}" for cell in cells if not cell.variant)
+        source = f"({acceptance.drafts} chains; {acceptance.source})"
         lines += [f"context {part.context}:"] if part.context else []
-        lines += acceptance_lines(part.acceptance, [cell.tokens_per_step for cell in cells])
+        lines += [
+            f"acceptance of the first 1, 2, ... tokens  {survival}  {source}",
+            f"expected tokens a step with 0, 1, ... speculative tokens  {mean}",
+        ]
     return lines
 
 
 def print_plan(plan: EnginePlan) -> None:
     """Prints the predictions, the findings and the options to start the engine with."""
     print_table(table(plan))
-    lines = [COLUMNS_NOTE, *plan_acceptance_lines(plan), *findings(plan), *prediction_errors(plan)]
+    lines = [COLUMNS_NOTE, *acceptance_lines(plan), *findings(plan)]
     if plan.engine == "sglang":
         lines.append("from logs and responses: no SGLang was run")
     for purpose, options in launch_groups(plan):

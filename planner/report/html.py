@@ -1,8 +1,6 @@
 """What the pages have in common: one style, light and dark, and plots as inline SVG in the page's
 colours."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from html import escape

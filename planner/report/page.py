@@ -1,8 +1,6 @@
 """bench's result as one HTML file to mail: no network, no script, light and dark, plots as inline
 SVG."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from html import escape

@@ -1,7 +1,5 @@
 """The drawings of a tree, its plan and bench's results, each onto axes in the current style."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

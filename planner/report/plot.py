@@ -1,8 +1,6 @@
 """The picture of a compiled tree: the tree itself, and expected tokens against size beside the
 baselines; or trees by match, and speed by kind of prompts."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

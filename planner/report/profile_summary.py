@@ -1,7 +1,5 @@
 """What a profile measured, in a few lines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables in the terminal and as HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from html import escape
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Trees from other work, by name, to compare with. None depends on the acceptance vector."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import islice, repeat
 

@@ -1,10 +1,7 @@
 """Why a tree is the best: its expected tokens from the tree alone, and a bound for its size."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,36 +12,21 @@ from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
 from sequoia_plan.planner.solving.tokens.frontier import max_budget
 
 
-@dataclass(frozen=True)
-class Certificate:
+class Certificate(NamedTuple):
     """What is proven of a tree.
 
     Args:
         expected_tokens: F, computed from the tree alone.
         upper_bound: no tree of this size within these limits has more expected tokens. It is the
-            optimum, unless `exact` is false.
-        argument: what proves the bound.
-            "best node left out": no row of p increases, and no node left out has a higher value
-            than a node of the tree, so no exchange gains.
-            "most valuable nodes": the bound is the sum of the highest values that so many nodes can
-            have. If no row increases, they form a tree.
-            "exact recursion": the recursion of the optimum.
-        exact: whether some tree attains the bound. False only for a tree of more nodes than the
-            dynamic program solves for, where rows increase.
+            optimum, except for a tree of more nodes than the dynamic program solves for, where rows
+            increase.
         next_node: the most valuable single node that could be added: (parent, rank, value); None
             if the limits leave no room.
     """
 
     expected_tokens: float
     upper_bound: float
-    argument: str
-    exact: bool
     next_node: tuple[int, int, float] | None
-
-    @property
-    def gap(self) -> float:
-        """The share of the bound that the tree does not attain."""
-        return max(0.0, 1 - self.expected_tokens / self.upper_bound)
 
 
 def check(
@@ -74,7 +56,7 @@ def check(
             If None and no other proof applies, `check` solves for it itself.
 
     Returns:
-        The expected tokens, the bound, what proves it, and the best node to add.
+        The expected tokens, the bound, and the best node to add.
 
     Raises:
         SequoiaPlanError: if the tree exceeds the limits.
@@ -91,16 +73,13 @@ def check(
     if is_non_increasing:
         value_left_out = next_node[2] if next_node else 0.0  # of (parent, rank, value)
         if value_left_out <= values.min() * (1 + 1e-12):
-            return Certificate(tokens, tokens, "best node left out", True, next_node)
+            return Certificate(tokens, tokens, next_node)
     elif optimum is None and tree.size <= max_budget(rows):
         optimum = float(dynamic_programming.most_tokens(rows, tree.size)[-1])
     if is_non_increasing or optimum is None:
         sorted_rows = best_first.sort_by_value(rows)
-        highest_values = best_first.most_valuable_nodes(sorted_rows, tree.size)[1]
-        upper_bound = max(tokens, math.fsum(highest_values))
-        argument = "most valuable nodes"
-        return Certificate(tokens, upper_bound, argument, is_non_increasing, next_node)
-    return Certificate(tokens, max(tokens, optimum), "exact recursion", True, next_node)
+        optimum = math.fsum(best_first.most_valuable_nodes(sorted_rows, tree.size)[1])
+    return Certificate(tokens, max(tokens, optimum), next_node)
 
 
 def best_addition(tree: TokenTree, rows: Floats) -> tuple[int, int, float] | None:

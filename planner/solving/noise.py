@@ -1,7 +1,5 @@
 """The intervals of a solved tree: what the noise of the measurements leaves open."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The compiler: acceptance and latencies in, the best token tree out."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.match.by_match import trees_by_match
 from sequoia_plan.planner.solving.match.portfolio import Limits
-from sequoia_plan.planner.solving.match.replay import MAX_RUN
+from sequoia_plan.planner.solving.match.replay import MAX_RUN, recorded_texts
 from sequoia_plan.planner.solving.noise import intervals
 from sequoia_plan.planner.solving.speed.fastest import MAX_WORK, fastest_tree
 from sequoia_plan.planner.solving.tokens.frontier import best_tree, check_limits, pick_solver
@@ -70,7 +68,7 @@ def solve(
         objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed"
             maximises F(T) over the predicted step time, each draft pass at its own width. None:
             "speed" if latencies are known, else "tokens".
-        lookup: where the profile has counts for it and the objective is speed, solve for one tree
+        lookup: where the profile has texts for it and the objective is speed, solve for one tree
             for each class of match, whose spine (the root, its first child, that node's first
             child, ...) may be looked up in the text (see match/portfolio.py).
         draft: False plans prompt lookup alone, for decoding without a draft.
@@ -94,8 +92,8 @@ def solve(
     max_depth = profile.drafting.max_depth or depth  # what the draft can make
     limits = Limits(budget, min(depth, MAX_RUN), min(depth, max_depth), branching)
     times = StepTime.from_measured(profile) if objective == "speed" else None
-    by_match = lookup and times is not None and profile.lookup is not None
-    if not draft and not by_match:
+    texts = recorded_texts(profile.lookup) if lookup and times and profile.lookup else []
+    if not draft and not texts:
         raise ArgumentError(
             "draft none: found no lookup, or another objective than speed, expected both: nothing "
             "else proposes tokens then; give latencies, and leave --no-lookup out"
@@ -104,8 +102,8 @@ def solve(
     solver = "branch and bound" if times else pick_solver(rows, budget).NAME
     tree, speed_bound = _best_tree(rows, budget, times)
     replayed_speedup = None
-    if by_match and times:
-        tree, figures, replayed_speedup = trees_by_match(profile, tree, times, limits)
+    if texts and times:
+        tree, figures, replayed_speedup = trees_by_match(profile, texts, tree, times, limits)
     else:
         figures = _tree_figures(tree, speed_bound, profile, times, limits)
     plan = Plan(

@@ -1,7 +1,5 @@
 """What a transformers model is: its text configuration, layers, device, context and windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """GGUF models: each is converted once into a folder that transformers loads ten times faster."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

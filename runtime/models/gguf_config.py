@@ -1,7 +1,5 @@
 """What a GGUF file says of its model, as transformers' configuration; none of it is left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers loads a model, and nothing of its files is missing or left unread."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

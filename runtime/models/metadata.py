@@ -1,7 +1,5 @@
 """What profiles and trees record of a model, so that another one under its name is noticed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

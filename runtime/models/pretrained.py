@@ -1,7 +1,5 @@
 """Loading a model from a folder, a hub ID or a GGUF file; the embedded target by default."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model is tried on a small tree before it decodes with one."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -4,10 +4,10 @@ Threads read into every free slot, in the order of the layers. After the last la
 the first ones, so the slots fill while the next tree is drafted.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
 
 import torch
 
@@ -22,16 +22,13 @@ from sequoia_plan.runtime.offload.weight_file import (
 
 THREADS = 2
 """Threads that read."""
+THREAD_NAME = "sequoia-plan weights"
 CHUNK_BYTES = 4 << 20
 """Bytes that a thread reads at once."""
 
 
 class DiskStream(WeightStream):
-    """Slots of memory that threads fill with blocks of a file, in order, in every pass.
-
-    Blocks have running numbers that continue from pass to pass: with n
-    blocks, number k stands for the weights of streamed layer k modulo n.
-    """
+    """Slots of memory that threads fill with blocks of a file, in order, in every pass."""
 
     can_be_captured = False  # the host waits for its threads, and copies memory that is not pinned
 
@@ -47,140 +44,64 @@ class DiskStream(WeightStream):
         self.host_views = [bytes_of(memory) for memory in self.host_memory]
         self.memory = [memory.to(device) for memory in self.host_memory]
         self.checked_blocks: set[WeightBlock] = set()
-        self.state_changed = threading.Condition()
-        self.is_closed = self.is_paused = False
-        self.error: SequoiaPlanError | None = None
-        self.active_reads = 0
-        self._start_at(0)
-        self.threads = [
-            threading.Thread(target=self._read_chunks, daemon=True, name="sequoia-plan weights")
-            for _ in range(THREADS)
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.threads = ThreadPoolExecutor(THREADS, THREAD_NAME)
+        self.layer_in_slot = [-1] * len(self.memory)
+        """The layer whose weights each slot has or gets; -1 after an error."""
+        self.reads: list[list[Future[None]]] = [[] for _ in self.memory]
+        """The reads of that layer, a chunk each."""
+        for layer in range(len(self.memory)):
+            self._begin_reads(layer)
 
     def wait_for(self, layer: int) -> None:
-        """Wait until the weights of this streamed layer are in their slot."""
-        slot = layer % len(self.memory)
-        with self.state_changed:
-            if layer != self.current_block % len(self.blocks):  # the previous pass was abandoned
-                self._restart_at(layer)
-            self.state_changed.wait_for(
-                lambda: (
-                    self.block_in_slot[slot] == self.current_block or self.error or self.is_closed
-                )
-            )
-            if self.is_closed:
-                raise SequoiaPlanError(f"{self.file.path}: is closed; load the models again")
-            if error := self.error:
-                self._restart_at(layer)
-                raise error
+        """Wait until the weights of this streamed layer are in their slot.
+
+        A block is checked when it is complete for the first time.
+        """
+        slot, block = layer % len(self.memory), self.blocks[layer]
+        if self.layer_in_slot[slot] != layer:  # the previous pass was given up
+            wait(self.reads[slot])
+            self._begin_reads(layer)
+        try:
+            for read in self.reads[slot]:
+                read.result()
+            if block not in self.checked_blocks:
+                self.file.check(block, self.host_views[slot])
+                self.checked_blocks.add(block)
+        except SequoiaPlanError:
+            self.layer_in_slot[slot] = -1
+            raise
         if self.memory[slot] is not self.host_memory[slot]:
             self.memory[slot].copy_(self.host_memory[slot])
 
     def release(self, layer: int) -> None:
         """Let the slot of this layer be filled again: the pass has used its weights."""
-        with self.state_changed:
-            self.is_free[layer % len(self.memory)] = True
-            self.current_block += 1
-            self.state_changed.notify_all()
+        following = layer + len(self.memory)
+        self._begin_reads(following if following < len(self.blocks) else layer % len(self.memory))
 
     def wait_until_full(self) -> None:
         """Wait until all slots are full, as they are after a pause."""
-        with self.state_changed:
-            self.state_changed.wait_for(
-                lambda: self.error or self.is_closed or not (any(self.is_free) or self.active_reads)
-            )
+        wait(chain.from_iterable(self.reads))
 
     def close(self) -> None:
         """End the threads and close the file. A later pass raises an error."""
-        with self.state_changed:
-            self.is_closed = True
-            self.state_changed.notify_all()
-        for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        # garbage may be collected in one of the threads, which cannot wait for itself
+        is_own_thread = threading.current_thread().name.startswith(THREAD_NAME)
+        self.threads.shutdown(wait=not is_own_thread)
         self.file.close()
 
-    def _restart_at(self, layer: int) -> None:
-        """Drop what was read, and start again with this layer once no thread reads any more."""
-        self.is_paused = True
-        self.state_changed.wait_for(lambda: self.active_reads == 0)
-        self.is_paused, self.error = False, None
-        self._start_at(layer)
-        self.state_changed.notify_all()
+    def _begin_reads(self, layer: int) -> None:
+        """Let the threads read a layer's block into its slot, after what they read already."""
+        slot = layer % len(self.memory)
+        self.layer_in_slot[slot] = layer
+        starts = range(0, self.blocks[layer].size, CHUNK_BYTES)
+        try:
+            self.reads[slot] = [self.threads.submit(self._read, layer, start) for start in starts]
+        except RuntimeError as error:
+            raise SequoiaPlanError(f"{self.file.path}: is closed; load the models again") from error
 
-    def _start_at(self, layer: int) -> None:
-        """Set the state of a stream with empty slots whose pass needs this layer next."""
-        slots = len(self.memory)
-        self.current_block = layer
-        """Number of the block that the pass uses now, or will use next."""
-        self.next_block = layer
-        """Number of the block that threads read now."""
-        self.next_offset = 0
-        """Offset in that block of the next chunk to read."""
-        self.is_free = [True] * slots
-        self.block_in_slot = [-1] * slots
-        """Number of the complete block in each slot; -1 for none."""
-        self.missing_bytes = [0] * slots
-        """Bytes of each slot's block that are not read yet."""
-
-    def _slot_of(self, block_number: int) -> int:
-        """The slot of a block, whose running number continues from pass to pass."""
-        return block_number % len(self.blocks) % len(self.memory)
-
-    def _read_chunks(self) -> None:
-        """Read one chunk after another, until the stream is closed; each thread runs this."""
-        while (chunk := self._next_chunk()) is not None:
-            error: SequoiaPlanError | None = None
-            is_complete = False
-            try:
-                is_complete = self._read_chunk(*chunk)
-            except SequoiaPlanError as failure:
-                error = failure
-            except Exception as failure:  # the pass that waits for this block must learn of it
-                error = SequoiaPlanError(f"{self.file.path}: cannot be read ({failure})")
-            with self.state_changed:
-                self.active_reads -= 1
-                self.error = error or self.error
-                if is_complete:
-                    self.block_in_slot[self._slot_of(chunk[0])] = chunk[0]
-                self.state_changed.notify_all()
-
-    def _read_chunk(self, block_number: int, start: int) -> bool:
-        """Read a chunk into its slot; a block is checked when it is complete for the first time."""
-        layer, slot = block_number % len(self.blocks), self._slot_of(block_number)
-        block = self.blocks[layer]
-        if layer == 0 and start == 0:
+    def _read(self, layer: int, start: int) -> None:
+        """Read the chunk of a layer's block that begins at `start`."""
+        if layer == start == 0:
             self.file.check_unchanged()
-        chunk = self.host_views[slot][start : min(start + CHUNK_BYTES, block.size)]
-        self.file.read(block.offset + start, chunk)
-        with self.state_changed:
-            self.missing_bytes[slot] -= len(chunk)
-            is_complete = self.missing_bytes[slot] == 0
-        if is_complete and block not in self.checked_blocks:
-            self.file.check(block, self.host_views[slot])
-            self.checked_blocks.add(block)
-        return is_complete
-
-    def _next_chunk(self) -> tuple[int, int] | None:
-        """Wait for work. Returns a block's number and an offset in it; None once it is closed."""
-        with self.state_changed:
-            while not self.is_closed:
-                slot = self._slot_of(self.next_block)
-                block = self.blocks[self.next_block % len(self.blocks)]
-                has_slot = self.next_offset > 0 or self.is_free[slot]
-                if self.is_paused or self.error or not has_slot:
-                    self.state_changed.wait()
-                    continue
-                if self.next_offset == 0:
-                    self.is_free[slot] = False
-                    self.missing_bytes[slot] = block.size
-                chunk = self.next_block, self.next_offset
-                self.active_reads += 1
-                self.next_offset += CHUNK_BYTES
-                if self.next_offset >= block.size:
-                    self.next_block += 1
-                    self.next_offset = 0
-                return chunk
-            return None
+        block, memory = self.blocks[layer], self.host_views[layer % len(self.memory)]
+        self.file.read(block.offset + start, memory[start : min(start + CHUNK_BYTES, block.size)])

@@ -5,8 +5,6 @@ layers, which then run while the tree is drafted. A step waits for everything th
 can be captured as one CUDA graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

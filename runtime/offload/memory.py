@@ -1,7 +1,5 @@
 """What a device's memory holds while a target is streamed: the budget, sizes, and the split."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

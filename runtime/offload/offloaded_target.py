@@ -3,8 +3,6 @@
 Some layers stay in memory. The others are streamed in every pass.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -13,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -38,8 +35,12 @@ from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, set_parameters, view_slots
-from sequoia_plan.runtime.offload.weight_file import WeightBlock, WeightFile
-from sequoia_plan.runtime.offload.weight_file_writer import exclusive_lock, write_weights
+from sequoia_plan.runtime.offload.weight_file import (
+    WeightBlock,
+    WeightFile,
+    exclusive_lock,
+    write_weights,
+)
 
 FILE_SAMPLES, SAMPLE_BYTES = 256, 4096
 """So many samples of so many bytes, spread over a file of weights, tell its content apart."""
@@ -110,20 +111,12 @@ class OffloadedTarget:
 
     def weight_samples(self) -> dict[str, Tensor]:
         """The numbers of each parameter that `model_metadata` hashes, by the parameter's name."""
-        places = {
-            name: (block.offset + place.start, place)
-            for block in self.file.blocks
-            for name, place in block.tensors.items()
-        }
+        size = self.file.blocks[-1].offset + self.file.blocks[-1].size
+        memory = torch.from_file(str(self.file.path), size=size, dtype=torch.uint8)  # a mapping
         samples: dict[str, Tensor] = {}
-        data = np.memmap(self.file.path, mode="r")
-        for name, _ in self.model.named_parameters():
-            offset, place = places[name]
-            size = place.dtype.itemsize
-            positions = sampled_positions(torch.Size(place.shape).numel()).numpy()
-            # the bytes of each sampled number
-            sampled_bytes = data[offset + positions[:, None] * size + np.arange(size)]
-            samples[name] = torch.from_numpy(sampled_bytes).view(place.dtype).flatten()
+        for block in self.file.blocks:
+            for name, tensor in block.views(memory[block.offset :]).items():
+                samples[name] = tensor.reshape(-1)[sampled_positions(tensor.numel())]
         return samples
 
     def _load(self, block: WeightBlock) -> dict[str, Tensor]:

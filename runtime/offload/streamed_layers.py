@@ -1,7 +1,5 @@
 """Layers of a model whose parameters lie in the slots of a weight stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import finalize

@@ -1,83 +1,80 @@
 """A model's weights in one file, in the order in which a pass needs them, to be read in blocks.
 
-The file is a safetensors file. The first block has what is outside the layers; one block for each
-layer follows. Each block begins at a multiple of 4,096 bytes, as reads past the page cache require;
-tensors named `padding.N` fill the gaps. Each block has a checksum.
+The first block has what is outside the layers; one block for each layer follows. Each block begins
+at a multiple of 4,096 bytes, as reads past the page cache require, and has a checksum. The index of
+the blocks is JSON at the end of the file, and after it come its length and its checksum.
 """
 
-from __future__ import annotations
-
-import json
 import math
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO
 
+import msgspec
 import torch
+from filelock import FileLock
+from msgspec import Struct
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.models.dtype import dtype_name
 
-FORMAT = "sequoia-plan-weights-1"
 ALIGNMENT = 4096
 """Offsets, sizes and addresses of reads are multiples of so many bytes."""
-MAX_HEADER_BYTES = 1 << 28
-PADDING = "padding."
-"""The names of tensors that fill gaps begin so."""
+MAX_INDEX_BYTES = 1 << 28
+INDEX_END = struct.Struct("<QI")
+"""The end of the file: how long the index is in bytes, and its CRC-32."""
 REMEDY = "delete it, and it will be made again"
 """Ends the messages about a file that cannot be used."""
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""dtypes by safetensors' names."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor is in its block: its dtype, its shape, and the byte that it starts at."""
+class Place(Struct, frozen=True):
+    """Where a tensor is in its block: torch's name of its dtype, its shape, and its first byte."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     start: int
 
     @property
     def size(self) -> int:
         """Bytes of the tensor."""
-        return self.dtype.itemsize * math.prod(self.shape)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize * math.prod(self.shape)
 
     def view(self, memory: Tensor) -> Tensor:
         """The tensor as a view of `memory` (uint8), which holds the block."""
-        return memory[self.start : self.start + self.size].view(self.dtype).view(self.shape)
+        part = memory[self.start : self.start + self.size]
+        return part.view(getattr(torch, self.dtype)).view(self.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class WeightBlock:
+class WeightBlock(Struct, frozen=True, eq=False):
     """A block: its bytes [offset, offset + size) in the file, their CRC-32, its tensors by name."""
 
     offset: int
     size: int
     checksum: int
-    tensors: Mapping[str, Place]
+    tensors: dict[str, Place]
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The block's tensors by name, as views of `memory` (uint8), which holds the block."""
         return {name: place.view(memory) for name, place in self.tensors.items()}
+
+
+class Index(Struct):
+    """What a file of weights holds, and a hash of what it was made from."""
+
+    source: str
+    blocks: tuple[WeightBlock, ...]
+
+    def to_bytes(self) -> bytes:
+        """The end of the file, from the index on."""
+        data = msgspec.json.encode(self)
+        return data + INDEX_END.pack(len(data), zlib.crc32(data))
 
 
 class WeightFile:
@@ -155,47 +152,26 @@ def bytes_of(memory: Tensor) -> memoryview:
     return view.cast("B")
 
 
-def header_checksum(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
-    """CRC-32 of everything in the header but the checksum itself."""
-    checked = {key: value for key, value in metadata.items() if key != "checksum"}
-    return f"{zlib.crc32(json.dumps([entries, checked], sort_keys=True).encode()):08x}"
-
-
 def _read_blocks(path: Path, source: str | None) -> tuple[WeightBlock, ...]:
     """The blocks of a file that was made from `source` (None: from any) and is whole."""
+    with open(path, "rb") as file:
+        start_of_end = max(file.seek(0, os.SEEK_END) - INDEX_END.size, 0)
+        file.seek(start_of_end)
+        end = file.read().rjust(INDEX_END.size)
+        length, checksum = INDEX_END.unpack(end)
+        file.seek(max(start_of_end - length, 0))
+        data = file.read(min(length, MAX_INDEX_BYTES))
+    if zlib.crc32(data) != checksum:
+        raise SequoiaPlanError(f"{path}: its index was damaged, or it was cut off; {REMEDY}")
     try:
-        with open(path, "rb") as file:
-            length = struct.unpack("<Q", file.read(8))[0]
-            entries = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-            file_size = os.fstat(file.fileno()).st_size
-        metadata = json.loads(entries.pop("__metadata__")["sequoia_plan"])
-        is_whole = (
-            metadata["format"] == FORMAT
-            and metadata["checksum"] == header_checksum(entries, metadata)
-            and file_size == 8 + length + sum(size for _, size, _ in metadata["blocks"])
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        index = msgspec.json.decode(data, type=Index)
+    except msgspec.DecodeError as error:
         raise SequoiaPlanError(f"{path}: not a file of weights; {REMEDY}") from error
-    if not is_whole:
-        raise SequoiaPlanError(f"{path}: its header was damaged, or it was cut off; {REMEDY}")
-    if source not in (None, metadata["source"]):
+    if source not in (None, index.source):
         raise SequoiaPlanError(
             f"{path}: made from another model, or from one that has changed since; {REMEDY}"
         )
-    starts = sorted(
-        (entry["data_offsets"][0], name)
-        for name, entry in entries.items()
-        if not name.startswith(PADDING)
-    )
-    blocks = []
-    for offset, size, checksum in metadata["blocks"]:
-        places: dict[str, Place] = {}
-        for start, name in starts:
-            if offset <= start < offset + size:
-                dtype, shape = DTYPES[entries[name]["dtype"]], tuple(entries[name]["shape"])
-                places[name] = Place(dtype, shape, start - offset)
-        blocks.append(WeightBlock(8 + length + offset, size, int(checksum, 16), places))
-    return tuple(blocks)
+    return index.blocks
 
 
 def _open_past_page_cache(path: Path) -> int:
@@ -210,3 +186,60 @@ def _size_and_mtime(fd: int) -> tuple[int, int]:
     """An open file's bytes, and the time of its last change in nanoseconds."""
     status = os.fstat(fd)
     return status.st_size, status.st_mtime_ns
+
+
+WeightLayout = Sequence[Mapping[str, Tensor]]
+"""The tensors of each block by name; only their dtypes and shapes count."""
+
+
+def write_weights(
+    path: Path, layout: WeightLayout, load: Callable[[str], Tensor], source: str
+) -> None:
+    """Write a file of weights beside `path`, then rename it to `path`."""
+    unfinished = _unfinished(path)
+    try:
+        with open(unfinished, "wb") as file:
+            blocks = tuple(_write_block(file, tensors, load) for tensors in layout)
+            file.write(Index(source, blocks).to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
+            "weights: free some, or set SEQUOIA_PLAN_CACHE to a folder that has it"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Let one process at a time work on `path`, and remove what a killed one left unfinished."""
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        _unfinished(path).unlink(missing_ok=True)
+        yield
+
+
+def _unfinished(path: Path) -> Path:
+    """The file beside `path` that is written first, and renamed to it in the end."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _write_block(
+    file: IO[bytes], tensors: Mapping[str, Tensor], load: Callable[[str], Tensor]
+) -> WeightBlock:
+    """Write a block's tensors, and zeros up to the next block's begin."""
+    places: dict[str, Place] = {}
+    offset, size, checksum = file.tell(), 0, 0
+    for name, expected in tensors.items():
+        tensor = load(name).to(device="cpu", dtype=expected.dtype)
+        tensor = tensor.reshape(expected.shape).contiguous()
+        data = bytes_of(tensor.view(-1).view(torch.uint8)) if tensor.numel() else b""
+        file.write(data)
+        checksum = zlib.crc32(data, checksum)
+        places[name] = Place(dtype_name(expected.dtype), tuple(expected.shape), size)
+        size += len(data)
+    padding = bytes(-size % ALIGNMENT)
+    file.write(padding)
+    return WeightBlock(offset, size + len(padding), zlib.crc32(padding, checksum), places)

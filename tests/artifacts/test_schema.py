@@ -49,19 +49,16 @@ def test_what_has_its_default_is_not_written():
     [
         ("first_width: 8", "first_width: 0", "first_width: expected `int` >= 1; docs"),
         ("draft_type: block", "kind: block", "drafting: object missing .* `draft_type`"),
-        ("overhead: 0.001", "overhead: .inf", r"latency.overhead: expected `float`, got `str`"),
         ("overhead: 0.001", "overhead: 1e999", "latency: expected .* finite numbers"),
-        ("1: 0.04,", "0: 0.04,", "latency.target: expected `int` >= 1"),
+        ("1: 0.04,", "3: 0.04,", "no measurement of the target at 1 token"),
         ("1: 0.04,", "1: 0.04, 1: 0.05,", "at line .*key 1 occurs twice; keep one"),
         ("context: 128", "context: 2:08", "latency.context: expected `int`, got `str`"),
         ("name: t", r'name: "\e[2J"', "models: expected printable text"),
         ("name: t", "name: " + 20 * "[" + 20 * "]", "models: .* at most 16 levels deep"),
         ("{name: t}", "&t {name: t}\n  draft: *t", "at line .*neither aliases nor tags"),
-        ("name: t", "name: !!python/name:os.system", "at line .*neither aliases nor tags"),
         ("version: 1", "version: 2", "found format .*, version 2, expected .*, version 1"),
         ("[0.5, 0.2]", "[0.9, 0.2]", "acceptance: acceptance: found .* the sum 1.1"),
         ("[0.5, 0.2]", "[{trials: 9, counts: [10]}]", r"acceptance: counts\[0\]: found .* 10 of 9"),
-        ("format: sequoia-plan-profile", "- x", "cannot be read as YAML"),
     ],
 )
 def test_profiles_are_checked(old, new, message):

@@ -13,7 +13,7 @@ from hypothesis import given
 from safetensors.numpy import load_file, save_file
 from strategies import acceptance_vectors, trees
 
-from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
 
 HEADER = {"format": "sequoia-plan-tree", "version": 1, "plan": {}}
@@ -29,7 +29,7 @@ def test_round_trip_and_stable_bytes(tree, acceptance):
     assert loaded == tree and loaded.plan == tree.plan and to_bytes(loaded) == data
     tensors, stored_plan = independent_reader.read(data)
     assert stored_plan == tree.plan.to_dict()
-    mask = np.unpackbits(tensors.pop("attention_mask"), axis=1, count=len(tree), bitorder="little")
+    mask = np.unpackbits(tensors.pop("attention_mask"), axis=1, count=tree.size, bitorder="little")
     assert np.array_equal(mask, tree.attention_mask)
     assert all(np.array_equal(tensors[name], getattr(tree, name)) for name in tensors)
 
@@ -82,19 +82,13 @@ def int32(*values):
     [
         (dict(parents=int32(-1, 0, 2, 1)), r"parents\[2\] is 2"),
         (dict(parents=None), r"parents: expected a tensor I32 \[nodes\]"),
-        (dict(parents=np.array([-1, 0, 1, 2])), r"parents: expected a tensor I32 \[nodes\]"),
         (dict(ranks=None), "ranks contradicts parents; solve again"),
-        (dict(ranks=int32(0, 0, 0, 0)), "ranks contradicts parents"),
-        (dict(attention_mask=np.zeros((4, 1), np.uint8)), "attention_mask contradicts parents"),
-        (dict(position_ids=np.arange(4)), "position_ids contradicts parents"),
         (dict(header=HEADER | {"version": 3}), "version 3, expected sequoia-plan-tree, version 1"),
         (
             dict(header=HEADER | {"by_match": []}),
             "version 1, expected sequoia-plan-tree, version 2",
         ),
         (dict(header=HEADER | {"format": "sequoia-plan-draft"}), "found format 'sequoia-plan-dra"),
-        (dict(header={"format": "sequoia-plan-tree", "version": 1}), "missing .* field `plan`"),
-        (dict(header=HEADER | {"version": 2, "by_match": [[0, True]]}), r"by_match\[0\]\[0\]: exp"),
         (dict(header=HEADER | {"version": 2, "by_match": [[1, True]]}), "by_match.1.parents: exp"),
     ],
 )
@@ -112,12 +106,6 @@ def test_contradictions_are_refused(tmp_path, change, message):
         ({"hardware": {"a": "\x1b[2J"}}, "printable text"),
         ({"hardware": [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]}, "at most 16 levels deep"),
         ({"profile_sha256": "ab"}, "profile_sha256: expected `str` matching regex"),
-        ({"models": {"draft": "d"}}, r"models\[...\]: expected `object`"),
-        (
-            {"latency": {"target": {"0": 1.0}, "draft": {"1": 1.0}}},
-            "latency.target: expected `int`",
-        ),
-        ({"interval": {"lost": [0.1]}}, "interval.lost: expected `array` of length 2"),
         ({"acceptance": [0.9, 0.9]}, "acceptance: found .* the sum 1.8"),
         ({"acceptance": [[0.5], [0.5, 0.1]]}, "acceptance: found .* of one length"),
     ],
@@ -128,18 +116,3 @@ def test_impossible_plans_are_neither_taken_nor_read(tmp_path, plan, message):
     path = tampered(tmp_path, HEADER | {"plan": plan})
     with pytest.raises(SequoiaPlanError, match=f"^{path}: .*({message}|found no format)"):
         load_tree(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 200, b"GGUF" + b"\1" * 60])
-@pytest.mark.parametrize("read", [from_bytes, Profile.from_bytes])
-def test_foreign_files_are_refused(read, content):
-    with pytest.raises(SequoiaPlanError, match=r"^t: (found no format|cannot be read as YAML)"):
-        read(content, "t")
-
-
-@pytest.mark.parametrize("read", [load_tree, Profile.load])
-def test_a_missing_file_or_a_folder(tmp_path, read):
-    with pytest.raises(SequoiaPlanError, match="No such file"):
-        read(tmp_path / "nothing")
-    with pytest.raises(SequoiaPlanError, match="Is a directory"):
-        read(tmp_path)

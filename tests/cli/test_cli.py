@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -109,12 +108,6 @@ def test_solve_says_when_to_count_again(run):
         assert bool(result.stderr) == bool(note) and note in result.stderr
 
 
-def test_solve_same_input_same_bytes(run, tmp_path):
-    for name in ("a", "b"):
-        run("solve", *LIMITS, "-o", name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("name", "text"), [("p.json", "[0.5, 0.2, 1e-5]"), ("p.yaml", "- [0.5, 0.2]\n- [0.4, 0.3]\n")]
 )
@@ -176,13 +169,6 @@ def test_an_error_that_nobody_foresaw_is_a_line(run, monkeypatch):
     check_refused(run("show"), 1, "ZeroDivisionError: no (test_cli.py, line", "sequoia-plan doctor")
 
 
-def test_a_failed_solve_leaves_the_old_tree(run, tmp_path):
-    before = (tmp_path / "tree.safetensors").read_bytes()
-    (tmp_path / "profile.yaml").write_text(PROFILE.to_yaml().replace("0.04,", "-0.04,", 1))
-    check_refused(run("solve"), 1, "profile.yaml", "latency.target", ">= 1e-12")
-    assert (tmp_path / "tree.safetensors").read_bytes() == before
-
-
 def test_a_prompt_that_is_no_text(run):
     result = run("generate", "--prompt", "-", input=b"ab\xff")
     check_refused(result, 1, "--prompt -", "not UTF-8", "byte 2")
@@ -216,18 +202,14 @@ STREAMED = FUSED | {"placement": "streamed from disk", "resident_layers": 2, "la
 @pytest.mark.parametrize(
     ("planned", "loaded", "said"),
     [
-        (
-            COMPILED,
-            COMPILED | {"weights": "BF16"},
-            "weights in Q4_1, this is compiled .* BF16",
-        ),
-        (COMPILED, FUSED, "compiled with weights in Q4_1, this is fused with 3 fused layers"),
-        (FUSED, FUSED | {"fused_layers": 4}, "fused with 3 fused layers, this is fused with 4"),
-        (STREAMED, STREAMED | {"resident_layers": 3}, "2 of 9 layers .*, this is .* 3 of 9"),
-        (FUSED, STREAMED, "fused with 3 fused layers, this is streamed from disk"),
-        (MODEL, MODEL | {"digest": "1", "dtype": "float32"}, "m in bfloat16, this is m in float32"),
-        (MODEL, MODEL | {"digest": "1"}, "m, this is m; "),
-        (MODEL, MODEL | {"content": "1", "name": "n"}, "m, this is n; "),
+        (COMPILED, COMPILED | {"weights": "BF16"}, "weights Q4_1, here BF16"),
+        (COMPILED, FUSED, "placement compiled, here fused"),
+        (FUSED, FUSED | {"fused_layers": 4}, "fused_layers 3, here 4"),
+        (STREAMED, STREAMED | {"resident_layers": 3}, "resident_layers 2, here 3"),
+        (FUSED, STREAMED, "placement fused, here streamed from disk"),
+        (MODEL, MODEL | {"digest": "1", "dtype": "float32"}, "dtype bfloat16, here float32"),
+        (MODEL, MODEL | {"digest": "1"}, "digest 0, here 1"),
+        (MODEL, MODEL | {"content": "1", "name": "n"}, "content 0, here 1"),
     ],
 )
 def test_a_tree_that_was_solved_for_another_pair(capsys, role, planned, loaded, said):
@@ -238,7 +220,7 @@ def test_a_tree_that_was_solved_for_another_pair(capsys, role, planned, loaded, 
         warnings = capsys.readouterr().err
         assert warnings.count("Warning: ") == (first is not second)
         if second is loaded:
-            assert re.search(f"the tree was solved for the {role} .*{said}", warnings)
+            assert f"another {role} than {second['name']} ({said}); its" in warnings
 
 
 @pytest.mark.slow

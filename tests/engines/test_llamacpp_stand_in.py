@@ -27,7 +27,8 @@ def invoke(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def invoke(*words, draft="draft.gguf"):
-        words = ["--target", "target.gguf", "--server", SERVER, "--draft", draft, *words]
+        words = ["--target", "target.gguf", "--server", SERVER, *words]
+        words += ["--draft", draft] if draft else []
         return CliRunner().invoke(main, ["engine", "llamacpp", "--limit", "4", *words])
 
     return invoke
@@ -37,7 +38,8 @@ def invoke(tmp_path, monkeypatch):
 def test_the_plan_of_a_type(invoke, spec_type):
     """The stand-in's steps take 5 ms, 1.5 more for each drafted token."""
     words = ["--spec-type", spec_type, "--most", "4", "--tokens", "90", "--context", "300,100"]
-    result = invoke(*words, "--verify", "-o", "plan.yaml")
+    draft = None if spec_type == LOOKUP else "draft.gguf"
+    result = invoke(*words, "--verify", "-o", "plan.yaml", draft=draft)
     assert result.exit_code == 0, result.output
     plan = EnginePlan.load("plan.yaml")
     assert (plan.engine, plan.engine_version) == ("llamacpp", "1 (stand-in)")

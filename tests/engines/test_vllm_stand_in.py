@@ -16,7 +16,7 @@ from sequoia_plan.engines import vllm
 from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
 from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.report.engine_page import engine_page
-from sequoia_plan.planner.report.engine_table import findings, launch_groups, prediction_errors
+from sequoia_plan.planner.report.engine_table import findings, launch_groups
 
 pytestmark = pytest.mark.slow
 COUNTERS = str(DATA / "vllm" / "counters-0.27.1.txt")
@@ -153,23 +153,6 @@ def test_a_vllm_without_schedules_gets_a_line_for_each_number():
     ]
     assert vllm.launch_options(speculative, schedule)[:-1] == lines
     assert len(vllm.launch_options(speculative, (ScheduleEntry(1, 16, 2),))) == 1
-
-
-def test_a_prediction_that_is_far_off_is_said(measured_plan):
-    plan = measured_plan[0]
-    part = plan.contexts[0]
-    cell = part.best_cell(1)
-    slow = replace(
-        cell.measured,
-        throughput=cell.throughput / 1.5,
-        tokens_per_step=cell.tokens_per_step,
-        seconds=cell.seconds * 1.5,
-    )
-    one_cell = replace(part, cells=(replace(cell, measured=slow),))
-    assert prediction_errors(replace(plan, contexts=(one_cell,))) == [
-        f"batch 1, context 300 with {cell.speculative_tokens}: predicted +50% off "
-        "(tokens a step +0%, step -33%)"
-    ]
 
 
 MODELS = ["--target", "t", "--draft", "d"]

@@ -13,7 +13,7 @@ from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.acceptance import DEEP_TRIALS, FIRST_DEEP_LEVEL, estimate
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import solve
-from sequoia_plan.profiler.acceptance import measure_acceptance
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import (
     LEVELS,
     MAX_LEVELS,
@@ -29,12 +29,11 @@ WIDE = solve([0.5, 0.2, 0.1, 0.05], budget=24, depth=8).tree
 """24 nodes on seven levels."""
 
 
-def observe(pair, tree, tokens, *samplings, prompts=PROMPTS, **options):
-    """What is counted on texts that a tree writes, for one sampling or for each of several."""
-    chosen = samplings or [Sampling(1.0, verifier="sequoia")]
+def observe(pair, tree, tokens, sampling=None, prompts=PROMPTS, **options):
+    """What is counted on texts that a tree writes."""
     options |= {"precision": 0, "tokens_per_prompt": tokens}
-    observed = measure_acceptance(pair, prompts, list(chosen), tree=tree, **options)
-    return observed if len(samplings) > 1 else observed[0]
+    sampling = sampling or Sampling(1.0, verifier="sequoia")
+    return measure_acceptance(pair, prompts, sampling, tree=tree, **options)
 
 
 def by_level(observed):
@@ -70,7 +69,7 @@ def test_traversal_is_promised_what_it_yields_in_a_deep_tree():
     rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
     plain, promised = (
         expected_tokens(tree, by_level(observed))
-        for observed in observe(pair, tree, 60, *rules, prompts=PROMPTS * 2)
+        for observed in (observe(pair, tree, 60, rule, PROMPTS * 2) for rule in rules)
     )
     decoder = SequoiaDecoder(pair.target, pair.draft, tree)
     yields = [

@@ -14,8 +14,8 @@ from toys import PROMPTS, ToyModel, toy_pair
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.counts import MAX_KINDS
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.children import DrawnChildren
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
@@ -30,8 +30,7 @@ TRAVERSAL = Sampling(1.0, verifier="traversal")
 def measured(pair, sampling, prompts=PROMPTS, **options):
     """The acceptance with one sampling on all prompts."""
     options = {"precision": 0, "tokens_per_prompt": 16} | options
-    (observed,) = measure_acceptance(pair, prompts, [sampling], **options)
-    return observed
+    return measure_acceptance(pair, prompts, sampling, **options)
 
 
 def rate(observed):
@@ -133,8 +132,9 @@ def test_traversal_is_measured_as_it_accepts_in_a_tree():
     prompts = PROMPTS * 8
     sequoia, traversal = (
         expected_tokens(TREE, Acceptance.counted(observed.totals()).with_one_class().rates)
-        for observed in measure_acceptance(
-            pair, prompts, [PLAIN_RULE, TRAVERSAL], precision=0, tokens_per_prompt=60
+        for observed in (
+            measured(pair, sampling, prompts, tokens_per_prompt=60)
+            for sampling in (PLAIN_RULE, TRAVERSAL)
         )
     )
     assert traversal == pytest.approx(yields.mean(), abs=4 * error)
@@ -202,8 +202,9 @@ def test_a_draft_that_is_wrong_first_leaves_the_spine():
 
 def test_the_ratio_of_traversal_is_applied_to_both_classes():
     """Each class has at most one accepted child a trial, also with few trials."""
-    plain, multiplied = measure_acceptance(
-        toy_pair(noise=1.5), PROMPTS, [PLAIN_RULE, TRAVERSAL], precision=0, tokens_per_prompt=40
+    plain, multiplied = (
+        measured(toy_pair(noise=1.5), sampling, tokens_per_prompt=40)
+        for sampling in (PLAIN_RULE, TRAVERSAL)
     )
     first_child = [
         o.counts[:, 1:, :, 0].sum((0, 1)) / o.trials[:, 1:].sum((0, 1)) for o in (plain, multiplied)
@@ -216,14 +217,6 @@ def test_the_ratio_of_traversal_is_applied_to_both_classes():
         counts = np.array([[[[2.0, 1.0], [0.0, 0.0]], [[1.9 - off_count, 0.0], [off_count, 0.0]]]])
         accepted = ObservedAcceptance(trials, counts).totals().accepted
         assert accepted[1, :, 0].tolist() == pytest.approx([1.9 - expected, expected])
-
-
-def test_settings_keep_their_order():
-    pair, samplings = toy_pair(covered=[0, 2, 3, 5, 7]), [PLAIN_RULE, Sampling(), TRAVERSAL]
-    together = measure_acceptance(pair, PROMPTS[:3], samplings, precision=0, tokens_per_prompt=20)
-    for sampling, observed in zip(samplings, together, strict=True):
-        alone = measured(pair, sampling, PROMPTS[:3], tokens_per_prompt=20)
-        assert np.array_equal(alone.counts, observed.counts)
 
 
 def test_precision_ends_the_work():
@@ -298,7 +291,7 @@ def test_interrupted_runs_go_on(tmp_path):
         measured(pair, PLAIN_RULE, journal=journal, on_prompt=stop)
     document = json.loads(journal.read_text())
     assert len(document["done"]) == 5
-    document["done"]["0.0"]["counts"][0][0][0] = 0.5  # shows that the journal is read
+    document["done"]["0"]["counts"][0][0][0] = 0.5  # shows that the journal is read
     journal.write_text(json.dumps(document))
     resumed = measured(pair, PLAIN_RULE, journal=journal)
     assert resumed.counts[0, 0, 0, 0] == 0.5 != whole.counts[0, 0, 0, 0]

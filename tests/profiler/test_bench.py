@@ -30,7 +30,6 @@ from sequoia_plan.planner.solving.baselines import bench_trees
 from sequoia_plan.profiler.bench import compare, make_methods
 from sequoia_plan.profiler.bench_figures import TITLES, summary
 from sequoia_plan.profiler.decoding_methods import PromptRun, with_full_vocabulary
-from sequoia_plan.profiler.journal import Journal, exclusive
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
@@ -268,25 +267,6 @@ def test_an_interrupted_bench_goes_on(run_bench, tmp_path, monkeypatch):
     assert len(decoded) == 2 + 2 * 2  # warm again, then the two prompts that were left
     assert BenchResult.load(tmp_path / "out.json").settings.prompts == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "tree.safetensors"]
-
-
-def test_a_journal_is_of_its_own_work(tmp_path):
-    path = tmp_path / "journal"
-    results = [Journal(path, work).result("a", lambda n=n: n) for n, work in enumerate("aab", 1)]
-    assert results == [1, 1, 3]
-
-
-def test_one_process_at_a_time_measures_for_a_file(tmp_path):
-    output = tmp_path / "profile.yaml"
-    with (
-        exclusive(output),
-        pytest.raises(SequoiaPlanError, match="another sequoia-plan is measuring"),
-        exclusive(tmp_path / "other.yaml", output),
-    ):
-        pass
-    with exclusive(output):
-        pass
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

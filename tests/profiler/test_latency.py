@@ -19,7 +19,7 @@ from sequoia_plan.artifacts.prompts import Prompt
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.breakdown import WARM_UP_ROUNDS, breakdown
-from sequoia_plan.profiler.hardware import differences, fingerprint
+from sequoia_plan.profiler.hardware import TIME_KEYS, differences, fingerprint
 from sequoia_plan.profiler.latency import MAX_ROUNDS, MIN_ROUNDS, LatencyMeter
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.size_timer import MAX_OVERHEAD_SIZE, SizeTimer
@@ -46,7 +46,7 @@ def pair():
 def meter(pair, monkeypatch):
     """A meter of four sizes."""
     monkeypatch.setattr(latency, "SIZES", SIZES)
-    return LatencyMeter(pair, [WARM], 20)
+    return LatencyMeter(pair, WARM, 20)
 
 
 def finished(meter, max_tokens=1e9):
@@ -89,7 +89,7 @@ def test_every_size_with_quartiles(meter, monkeypatch):
 def test_all_sizes_share_one_sequence(pair, monkeypatch):
     """The KV caches exist once, and each size has a step of its own; the context is text."""
     monkeypatch.setattr(latency, "SIZES", SIZES)
-    meter = LatencyMeter(pair, [WARM], 7, texts=[[1, 2], [3]])
+    meter = LatencyMeter(pair, WARM, 7, texts=[[1, 2], [3]])
     assert meter.prompt.tolist() == [1, 2, 3, 1, 2, 3, 1]
     meter.begin(1e9)
     steps = [timer.step for timer in (*meter.timers, *meter.verification_timers)]
@@ -103,7 +103,7 @@ def test_the_draft_pass_that_is_timed_reads_size_tokens_and_draws_a_child_of_eac
     pair, size, sampling, monkeypatch
 ):
     """It leaves the tokens of the tree as they are: the children are written behind them."""
-    meter = LatencyMeter(pair, [sampling], 20)
+    meter = LatencyMeter(pair, sampling, 20)
     timer = SizeTimer(meter.step, size, sampling, torch.arange(20) % 8)
     before, widths = timer.step.sequence.tokens.clone(), []
     forward = pair.draft.forward
@@ -125,7 +125,7 @@ def experts_of_timed_passes(monkeypatch):
     """How many experts of a layer the timed passes of each size ran, for a random mixture."""
     target = tiny("Qwen3-MoE", num_experts=64, num_experts_per_tok=4)
     pair = SimpleNamespace(target=target, draft=resembling(target, 0.05))
-    meter = LatencyMeter(pair, [WARM], 20, max_size=32, texts=[list(range(3, 30, 2))])
+    meter = LatencyMeter(pair, WARM, 20, max_size=32, texts=[list(range(3, 30, 2))])
     counts, sizes = {}, []
     step_class = type(meter.step)
     run_target = step_class.run_target
@@ -160,22 +160,17 @@ def test_timed_passes_read_text_as_it_is_decoded(monkeypatch):
     assert experts_of_timed_passes(monkeypatch)[32] < experts[32] / 1.5
 
 
-def test_verification_is_fitted_to_the_times_of_trees(pair, monkeypatch):
-    """With a clock that follows a base and a slope for each sampling, the meter finds them."""
+@pytest.mark.parametrize("costs", [(0.001, 0.0002), (0.0005, 0.0)])
+def test_verification_is_fitted_to_the_times_of_trees(pair, costs, monkeypatch):
+    """With a clock that follows a base and a slope, the meter finds them."""
     monkeypatch.setattr(latency, "SIZES", (1, 2, 8, 16))
-    costs = {WARM: (0.001, 0.0002), Sampling(): (0.0005, 0.0)}
-
-    def run(timer, sampling):
-        base, slope = costs[sampling]
-        return base + slope * (timer.step.tree.size - 1)
-
-    monkeypatch.setattr(VerificationTimer, "run", run)
-    meter = LatencyMeter(pair, list(costs), 20, max_size=8)
-    finished(meter)
-    for sampling, (base, slope) in costs.items():
-        cost = meter.verification_cost(sampling)
-        assert (cost.base, cost.by_node) == pytest.approx((base, slope), abs=1e-9)
-        assert cost.error < 1e-6
+    base, slope = costs
+    monkeypatch.setattr(
+        VerificationTimer, "run", lambda timer: base + slope * (timer.step.tree.size - 1)
+    )
+    cost = finished(LatencyMeter(pair, WARM, 20, max_size=8)).verification
+    assert (cost.base, cost.by_node) == pytest.approx(costs, abs=1e-9)
+    assert cost.error < 1e-6
 
 
 def test_trees_to_verify_are_chains_and_wide_and_fit():
@@ -213,7 +208,7 @@ def test_latency_is_timed_between_prompts(pair, monkeypatch):
 
     prompts = [Prompt(str(number)) for number in range(12)]
     report = {"on_prompt": lambda *_: events.append("prompt")}
-    (profile,) = measure(pair, prompts, [WARM], 1e9, 20, precision=0, **report)
+    (profile,) = measure(pair, prompts, WARM, 1e9, [20], precision=0, **report)
     rounds = ["round"] * (MAX_ROUNDS - 1)
     assert events == ["prompt"] * 10 + ["round"] + ["prompt"] * 2 + rounds
     assert profile.latency.samples[1] == MAX_ROUNDS
@@ -311,9 +306,9 @@ def test_a_breakdown_leaves_every_step_the_same_step(pair, monkeypatch):
 
 def test_fingerprints_are_compared_by_what_moves_times():
     current = fingerprint("cpu")
-    assert differences(current, current) == differences({}, current) == []
+    assert differences(current, current, TIME_KEYS) == differences({}, current, TIME_KEYS) == []
     other = current | {"threads": 999, "python": "2.7"}
-    assert differences(other, current) == [f"threads 999, here {current['threads']}"]
+    assert differences(other, current, TIME_KEYS) == [f"threads 999, here {current['threads']}"]
 
 
 @pytest.mark.parametrize(

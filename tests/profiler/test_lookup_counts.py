@@ -24,7 +24,6 @@ from sequoia_plan.artifacts.lookup import (
 )
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
 from sequoia_plan.profiler import forced
-from sequoia_plan.profiler.acceptance import measure_acceptance
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.profiler.lookup_counts import (
@@ -36,6 +35,7 @@ from sequoia_plan.profiler.lookup_counts import (
     look_up,
     lookup_counts,
 )
+from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS
 from sequoia_plan.runtime import Pair, Sampling
 
@@ -243,10 +243,10 @@ def test_built_in_prompts_that_copy_are_in_both_halves():
         assert all(kinds[kind] == 3 for kind in ("proofread", "quote", "edit-code", "shorten"))
 
 
-def measured(samplings, prompts=PROMPTS[:4], **options):
+def measured(sampling, prompts=PROMPTS[:4], **options):
     """The acceptance of toy models on a few prompts."""
     options = {"precision": 0, "tokens_per_prompt": 24, "ranks": 4} | options
-    return measure_acceptance(toy_pair(), prompts, samplings, **options)
+    return measure_acceptance(toy_pair(), prompts, sampling, **options)
 
 
 def table_of(counts):
@@ -326,12 +326,12 @@ def test_other_tallies_are_the_same_without_lookup(covered, sampling, monkeypatc
 
 
 def test_verifiers_that_cannot_look_up_are_not_counted():
-    (specinfer,) = measured([Sampling(1.0, verifier="specinfer")])
+    specinfer = measured(Sampling(1.0, verifier="specinfer"))
     assert lookup_counts(specinfer.lookup, [None]) is None
 
 
 def test_texts_are_kept_by_kind_of_prompt():
-    (observed,) = measured([Sampling(0.8, verifier="sequoia")], PROMPTS[:4] * 2)
+    observed = measured(Sampling(0.8, verifier="sequoia"), PROMPTS[:4] * 2)
     counts = lookup_counts(observed.lookup, ["chat", "code"])
     texts_of_prompts = [tally["text"] for tally in observed.lookup]
     by_kind = {"chat": tuple(texts_of_prompts[::2]), "code": tuple(texts_of_prompts[1::2])}

@@ -5,12 +5,10 @@ What does not fit is one line that says why, and the command line needs no optio
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from drafts import PARTS, dflash_parts, eagle1_parts, eagle3_parts, load, small_target, write
+from drafts import PARTS, dflash_parts, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.pretrained import load_model
@@ -59,10 +57,8 @@ BAD = {
     "Medusa": (lambda: eagle3(architectures=["MedusaModel"]), ANOTHER_KIND),
     "the second DFlash": (lambda: dflash(architectures=["DFlash2DraftModel"]), ANOTHER_KIND),
     "another type of speculators": (lambda: nested(speculators_model_type="mtp"), ANOTHER_KIND),
-    "no d2t": (lambda: eagle3(d2t=None), NO_FIT + "lm_head"),
     "d2t of token numbers": (lambda: eagle3(d2t=torch.arange(16) * 2), "d2t: expected offsets"),
     "d2t twice": (lambda: eagle3(d2t=-torch.arange(16), t2d=None), "d2t: expected offsets"),
-    "d2t of fractions": (lambda: eagle3(d2t=torch.zeros(16), t2d=None), "d2t: expected offsets"),
     "d2t beyond": (lambda: eagle3(d2t=torch.full((16,), 40), t2d=None), "d2t: expected offsets"),
     "another hidden size": (lambda: eagle3_parts(small_target(hidden=24)), NO_FIT + "fc.weight"),
     "another vocabulary": (
@@ -75,23 +71,11 @@ BAD = {
     ),
     "layers twice": (lambda: eagle3(**layer_ids([1, 1, 2])), "expected distinct numbers"),
     "layers as text": (lambda: eagle3(**layer_ids("low")), "expected distinct numbers"),
-    "layers counted in an unknown way": (
-        lambda: eagle3(eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
-        "whose numbers no known trainer",
-    ),
     "layers of another layout": (
         lambda: nested(**layer_ids([1, 2, 3])),
         "found layer ids as eagle_config.eagle_aux_hidden_state_layer_ids",
     ),
     "too few layers": (lambda: eagle3(**layer_ids([1, 2])), NO_FIT + "fc.weight"),
-    "a tensor that is missing": (
-        lambda: eagle3(**{"midlayer.hidden_norm.weight": None}),
-        NO_FIT + "hidden_norm.weight",
-    ),
-    "a tensor too many": (
-        lambda: eagle3(**{"fc_norm.0.weight": torch.ones(16)}),
-        NO_FIT + "fc_norm",
-    ),
     "no layers of its own": (lambda: eagle3(num_hidden_layers=0), "num_hidden_layers: found 0"),
     "layers without end": (lambda: dflash(num_hidden_layers=10**12), "its weights have 2"),
     "sizes in lists": (lambda: dflash(intermediate_size=[24]), NO_DRAFT),
@@ -105,51 +89,6 @@ def test_what_does_not_fit_is_one_line(name, tmp_path):
     with pytest.raises(SequoiaPlanError, match=message) as error:
         load(write(tmp_path / "a-draft", *parts()), TARGET)
     assert "a-draft: " in str(error.value) and "\n" not in str(error.value)
-
-
-ODD_VALUES = (0, -1, 1.5, 10**30, "x", [1], [], {"a": 1}, True, float("nan"))
-
-
-@pytest.mark.parametrize("make", [eagle3, dflash, lambda: eagle1_parts(TARGET)])
-def test_odd_values_in_config_json_are_one_line(make, tmp_path):
-    """Each key in turn: an error of one line, or a draft that decodes what its target says."""
-    config, weights = make()
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    expected = SequoiaDecoder(TARGET, None, TokenTree.chain(1)).generate(prompt, 4).sequences
-    refused = 0
-    folder = tmp_path / "a-draft"
-    names = {"hidden_act", "head_dim", "rope_scaling", "rope_parameters", "layer_types", *config}
-    for name in sorted(names):
-        for value in (*ODD_VALUES, {"rope_type": "nope", "rope_theta": 1e4}):
-            write(folder, config, weights)
-            (folder / "config.json").write_text(json.dumps({**config, name: value}))
-            sequences = message = None
-            try:
-                draft = load(folder, TARGET)
-                decoder = SequoiaDecoder(TARGET, draft, TokenTree.chain(2))
-                sequences = decoder.generate(prompt, 4).sequences
-            except SequoiaPlanError as error:
-                message = str(error)
-            except Exception as error:
-                raise AssertionError(f"{name}: {value!r}") from error
-            refused += message is not None
-            assert sequences is None or sequences.equal(expected), (name, value)
-            assert message is None or "\n" not in message, (name, value)
-    assert refused > 50
-
-
-def test_weights_that_cannot_be_read_are_one_line(tmp_path):
-    folder = write(tmp_path / "draft", *eagle3())
-    weights = tmp_path / "draft" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(SequoiaPlanError, match=r"model\.safetensors: cannot be read"):
-        load(folder, TARGET)
-    weights.unlink()
-    with pytest.raises(SequoiaPlanError, match="no weights found, expected model"):
-        load(folder, TARGET)
-    (tmp_path / "draft" / "pytorch_model.bin").write_bytes(b"no pickle")
-    with pytest.raises(SequoiaPlanError, match=r"pytorch_model.bin: cannot be read"):
-        load(folder, TARGET)
 
 
 @pytest.fixture(scope="module")

@@ -375,7 +375,7 @@ def test_odd_sizes():
         with torch.inference_mode():
             expected = model.float()(tokens[None]).logits[0, start:]
         error = float((logits - expected).norm() / expected.norm())
-        assert error < (1e-5 if target.dtype == torch.float32 else 0.05)
+        assert error < (3e-5 if target.dtype == torch.float32 else 0.05)
 
 
 def test_an_interrupt_and_a_fork_leave_no_thread_waiting(monkeypatch):

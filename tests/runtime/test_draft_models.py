@@ -183,11 +183,3 @@ def test_torch_checkpoints_are_read_as_well(tmp_path):
             for name, value in load(folder, target).state_dict().items()
         )
         (tmp_path / "draft" / "pytorch_model.bin").unlink()
-
-
-def test_without_numbers_of_layers_the_engines_default_is_read(tmp_path):
-    target = small_target(layers=8)
-    config, weights = eagle3_parts(target)
-    del config["eagle_config"]
-    draft = load(write(tmp_path / "draft", config, weights), target)
-    assert draft.aux_hidden_state_layers == (2, 4, 5)

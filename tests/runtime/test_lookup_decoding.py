@@ -74,21 +74,6 @@ def test_the_distribution_of_a_step_is_the_targets(kind, spine, verifier):
         assert error_of_a_step(decoder, prompt, Scripted(1.0, verifier=verifier)) < 1e-6
 
 
-@pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
-def test_a_looked_up_token_that_stays_in_the_drafts_probs_is_wrong(verifier):
-    """The control: siblings are drawn without the token, and verified as if it could be drawn."""
-
-    def with_the_token(probs):
-        """The draft's probabilities as they might be with the token that has 0."""
-        return 0.6 * probs + 0.4 * (probs == 0)
-
-    decoder = SequoiaDecoder(*small_pair("EAGLE-1", 3), by_match([0], m1=SIBLINGS))
-    prompt = [2, 1, 2, 0, 1, 2]
-    assert error_of_a_step(decoder, prompt, Scripted(1.0, verifier=verifier)) < 1e-6
-    told = Scripted(1.0, verifier=verifier, told=with_the_token)
-    assert error_of_a_step(decoder, prompt, told) > 1e-3
-
-
 def test_a_tree_chosen_by_what_was_drawn_is_wrong(monkeypatch):
     """The control: the looked-up token depends on a draw of the same step."""
     decoder = SequoiaDecoder(*small_pair("EAGLE-1", 3), by_match([0], m1=SIBLINGS))

@@ -13,7 +13,7 @@ import torch
 from architectures import plain_text
 from click.testing import CliRunner
 from paths import ROOT
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import (
     ArgumentError,
@@ -24,7 +24,6 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
 
 pytestmark = pytest.mark.slow
 
@@ -78,20 +77,6 @@ def test_the_pages_python(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     exec(SNIPPET, {})
     assert "Paris" in capsys.readouterr().out
-
-
-def test_the_folder_is_the_draft(folder, pair):
-    """Written as a folder and loaded by transformers alone, it gives the draft's logits.
-
-    The highest is never one that the draft does not have.
-    """
-    ids = torch.tensor([[1, 5, 300, 17]])
-    whole = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)(ids).logits
-    draft = with_draft(pair, LANGUAGE_MODEL).draft
-    d2t = draft.d2t
-    torch.testing.assert_close(whole[..., d2t], draft(ids).logits, atol=2e-4, rtol=1e-4)
-    rest = torch.ones(whole.shape[-1], dtype=torch.bool).index_fill(0, d2t, False)
-    assert rest.any() and (whole[..., rest] < whole[..., d2t].amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("extra", [64, -100])

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import tiny
-from safetensors import safe_open
 from streamed import LAYERS, PROMPT, decoder, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -33,19 +32,18 @@ from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "own_cache")]
 
 
-def test_the_file_is_a_safetensors_file_in_pass_order(folder):
+def test_the_file_has_every_weight_in_pass_order(folder):
     offloaded = OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
     model = load_model(str(folder / "target"), "cpu", torch.float32)[0]
     parameters = dict(model.named_parameters())  # the head is tied to the embeddings
-    with safe_open(weights(folder), framework="pt") as file:
-        names = {name for name in file.keys() if not name.startswith("padding.")}  # noqa: SIM118
-        assert names == parameters.keys()
-        assert all(torch.equal(file.get_tensor(name), parameters[name]) for name in names)
-        assert "sequoia-plan-weights" in file.metadata()["sequoia_plan"]
-    assert len(offloaded.file.blocks) == 1 + LAYERS
-    for number, block in enumerate(offloaded.file.blocks):
+    blocks = WeightFile(weights(folder)).blocks
+    assert len(blocks) == 1 + LAYERS
+    for number, block in enumerate(blocks):
         assert block.offset % ALIGNMENT == block.size % ALIGNMENT == 0
         assert all((f"layers.{number - 1}." in name) == (number > 0) for name in block.tensors)
+        for name, tensor in block.views(offloaded.file.memory_of(block)).items():
+            assert torch.equal(tensor, parameters.pop(name))
+    assert not parameters
 
 
 def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
@@ -59,7 +57,7 @@ def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
     with pytest.raises(KeyboardInterrupt):
         tokens(offloaded)
     hook.remove()
-    assert stream.current_block % len(stream.blocks) != 0
+    assert stream.layer_in_slot != [0, 1, 2]
     assert torch.equal(tokens(offloaded), expected)
 
 
@@ -105,7 +103,7 @@ def flip_bits(path, offset, bits=1):
 def test_damaged_weights_are_not_computed_with(folder):
     """A flipped bit in a block is an error.
 
-    After one in the header, or a cut, the file is made again from the model's own files.
+    After one in the index, or a cut, the file is made again from the model's own files.
     """
     expected = tokens(streamed(folder))
     path = weights(folder)
@@ -114,7 +112,7 @@ def test_damaged_weights_are_not_computed_with(folder):
     with pytest.raises(SequoiaPlanError, match=r"checksum .* it was damaged; delete it"):
         tokens(streamed(folder))
     damages = (
-        lambda: flip_bits(path, 200),
+        lambda: flip_bits(path, -200),
         lambda: os.truncate(path, path.stat().st_size - 1),
         lambda: path.write_bytes(b""),
     )
@@ -125,13 +123,15 @@ def test_damaged_weights_are_not_computed_with(folder):
     assert torch.equal(tokens(streamed(folder)), expected)
 
 
-def test_every_flipped_bit_of_the_header_is_noticed(folder):
-    """No exception but ours comes out, whatever the header says."""
+def test_every_flipped_bit_of_the_index_is_noticed(folder):
+    """No exception but ours comes out, whatever the index says."""
     OffloadedTarget(str(folder / "target"), "cpu", torch.float32).file.close()
     path = weights(folder)
-    header = path.read_bytes()[: WeightFile(path).blocks[0].offset].rstrip()
+    last = WeightFile(path).blocks[-1]
+    first_bit, end = (last.offset + last.size) * 8, path.stat().st_size * 8
     generator = torch.Generator().manual_seed(0)
-    for bit in torch.randint(len(header) * 8, (400,), generator=generator).tolist():
+    bits = torch.randint(first_bit, end, (400,), generator=generator).tolist()
+    for bit in (*bits, *range(end - 96, end)):  # the length and the checksum of the index
         flip_bits(path, bit // 8, 1 << bit % 8)
         with pytest.raises(SequoiaPlanError):
             WeightFile(path)
@@ -207,7 +207,7 @@ def test_threads_end_with_the_model(folder):
     threads_before = set(threading.enumerate())
     offloaded_decoder = decoder(streamed(folder))
     offloaded_decoder.generate(PROMPT, 4)
-    assert len(set(threading.enumerate()) - threads_before) == disk_stream.THREADS
+    assert 1 <= len(set(threading.enumerate()) - threads_before) <= disk_stream.THREADS
     stream_of(offloaded_decoder.step.target.model).close()
     with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
         offloaded_decoder.generate(PROMPT, 4)

@@ -1,7 +1,5 @@
 """Trains an EAGLE-3 draft: `python -m sequoia_plan_drafts.recipe eagle3`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

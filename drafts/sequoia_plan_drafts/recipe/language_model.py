@@ -1,7 +1,5 @@
 """Trains a draft that is a language model: `python -m sequoia_plan_drafts.recipe train`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The questions of the training text: from templates, requests for copies, or the target's own."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

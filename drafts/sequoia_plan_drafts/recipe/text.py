@@ -1,7 +1,5 @@
 """Training text that the target writes: `python -m sequoia_plan_drafts.recipe text`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

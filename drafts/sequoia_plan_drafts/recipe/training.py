@@ -1,7 +1,5 @@
 """What all recipes share: settings, distances of draft and target, and the optimiser."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The training text as batches, and the draft vocabulary that it suggests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The match of a text is its longest suffix that occurs earlier in it, and the loo
 followed there (artifacts/lookup.py). Steps are put into match classes by the length of the match.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sequoia_plan.artifacts import Acceptance, Counts, Profile

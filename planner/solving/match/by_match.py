@@ -1,7 +1,5 @@
 """The trees by match of a profile: the fastest ones on its recorded texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,11 +17,10 @@ from sequoia_plan.planner.solving.match.portfolio import (
 from sequoia_plan.planner.solving.match.recorded import (
     DecodedAgain,
     Recording,
-    counted_shares,
     figures_by_kind,
     match_problems,
 )
-from sequoia_plan.planner.solving.match.replay import MAX_RUN, recorded_texts
+from sequoia_plan.planner.solving.match.replay import MAX_RUN, RecordedText
 from sequoia_plan.planner.solving.speed.fastest import MAX_WORK
 
 MAX_REPLAYS = 10
@@ -33,8 +30,12 @@ MIN_REPLAYED_SHARE = 0.01
 
 
 def trees_by_match(
-    profile: Profile, base_tree: TokenTree, times: StepTime, limits: Limits
-) -> tuple[TokenTree, dict[str, Any], float | None]:
+    profile: Profile,
+    texts: Sequence[RecordedText],
+    base_tree: TokenTree,
+    times: StepTime,
+    limits: Limits,
+) -> tuple[TokenTree, dict[str, Any], float]:
     """Find the trees by match for a profile.
 
         trees = `base_tree` for every class
@@ -44,19 +45,17 @@ def trees_by_match(
 
     Args:
         profile: the measurements, with counts by class of match.
+        texts: its recorded texts, at least one.
         base_tree: the fastest single tree without lookup.
         times: the step times.
         limits: what trees may be.
 
     Returns:
         The trees, what their plan says of them, and their speed-up on the recorded texts, decoded
-        again; None if there are none.
+        again.
     """
-    lookup = profile.lookup
-    assert lookup is not None
-    problems = match_problems(profile)
-    recording = Recording(recorded_texts(lookup), counted_shares(lookup), problems, times)
-    base = recording.decode((base_tree,) * len(problems))
+    recording = Recording(texts, match_problems(profile), times)
+    base = recording.decode((base_tree,) * len(recording.problems))
     decoded, bound = _fastest_on_recorded_texts(recording, base, limits)
     by_match, step_seconds = [], 0.0
     for problem, tree, share in zip(
@@ -83,12 +82,9 @@ def trees_by_match(
         "speedup_bound": max(bound * plain_seconds, prediction.predicted_speedup or 0),
         "by_match": tuple(by_match),
         "tree_speedup": base.speed * plain_seconds,
-        **figures_by_kind(profile, tree, times),
+        **figures_by_kind(profile, tree, recording),
     }
-    replayed_speedup = None
-    if decoded.tokens_per_step is not None:
-        replayed_speedup = decoded.tokens_per_step / step_seconds * plain_seconds
-    return tree, figures, replayed_speedup
+    return tree, figures, decoded.tokens_per_step / step_seconds * plain_seconds
 
 
 def _fastest_on_recorded_texts(
@@ -109,9 +105,8 @@ def _fastest_on_recorded_texts(
         if fastest.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
             break
         best = fastest
-    if recording.texts:
-        best = _with_trees_exchanged(recording, best, trees_so_far, limits)
-        best = _with_rare_classes_solved(recording, best, limits)
+    best = _with_trees_exchanged(recording, best, trees_so_far, limits)
+    best = _with_rare_classes_solved(recording, best, limits)
     return best, _solve_beside(best, recording.times, limits, MAX_WORK).bound
 
 

@@ -11,8 +11,6 @@ the spine's node on level J - 1: they cost as much, and their values (the probab
 are accepted) are known. What is left is a search among trees of J + 1 levels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -15,8 +15,6 @@ The shares depend on the trees, and so do the looked-up tokens that steps come u
 that the draft has to catch up with: recorded.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ probability of a drafted child in a class is that of the class times what the ki
 all prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,57 +67,40 @@ class DecodedAgain:
     shares: Floats
     problems: list[MatchProblem]
     speed: float
-    tokens_per_step: float | None
+    tokens_per_step: float
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a profile recorded for decoding again on paper.
-
-    `shares` float64 [classes].
-    """
+    """What a profile recorded for decoding again on paper: one text at least."""
 
     texts: Sequence[RecordedText]
-    shares: Floats
     problems: Sequence[MatchProblem]
     times: StepTime
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
-        """Decode the recorded texts again with the tree of each class of match.
-
-        Without recorded texts, shares and looked-up tokens are those that the profile counted, and
-        the draft's catching up is left out.
-        """
-        counts, problems, tokens_per_step = self.shares, list(self.problems), None
-        if self.texts:
-            pairs = zip(problems, trees, strict=True)
-            acceptances = [problem.acceptance(tree) for problem, tree in pairs]
-            result = replay(self.texts, trees, acceptances)
-            counts, tokens_per_step = result.shares, result.tokens_per_step
-            for c, problem in enumerate(self.problems):
-                visits = result.visits_by_run[c]
-                catch_up = _catch_up(result.transitions[c], trees, self.times)
-                problems[c] = replace(
+        """Decode the recorded texts again with the tree of each class of match."""
+        pairs = zip(self.problems, trees, strict=True)
+        result = replay(self.texts, trees, [problem.acceptance(tree) for problem, tree in pairs])
+        problems = []
+        for c, problem in enumerate(self.problems):
+            visits = result.visits_by_run[c]
+            catch_up = _catch_up(result.transitions[c], trees, self.times)
+            looked_up = problem.looked_up and looked_up_as_visited(problem.looked_up, visits)
+            problems.append(
+                replace(
                     problem,
-                    looked_up=problem.looked_up and looked_up_as_visited(problem.looked_up, visits),
+                    looked_up=looked_up,
                     catch_up=catch_up,
                     looked_up_catch_up=_looked_up_catch_up(catch_up, visits),
                 )
-        shares = np.maximum(counts, MIN_SHARE)
+            )
+        shares = np.maximum(result.shares, MIN_SHARE)
         shares /= shares.sum()
         figures = step_figures(problems, trees, self.times)
-        if tokens_per_step is not None:
-            figures[:, 0] = tokens_per_step
+        figures[:, 0] = result.tokens_per_step
         speed = tokens_per_second(shares, figures)
-        return DecodedAgain(trees, shares, problems, speed, tokens_per_step)
-
-
-def counted_shares(lookup: LookupCounts) -> Floats:
-    """The share of the profile's own steps in each class of match, float64 [classes]."""
-    drafted = [match_class.drafted for match_class in lookup.classes]
-    counts = np.array([counts.trials[0].sum() if counts else 0.0 for counts in drafted])
-    shares: Floats = counts / max(counts.sum(), 1.0)
-    return shares
+        return DecodedAgain(trees, shares, problems, speed, result.tokens_per_step)
 
 
 def _catch_up(
@@ -154,29 +135,27 @@ def _as_shares(counts: Floats) -> Floats:
 
 
 def figures_by_kind(
-    profile: Profile, tree: TokenTree, times: StepTime
+    profile: Profile, tree: TokenTree, recording: Recording
 ) -> dict[str, dict[str, Any]]:
     """The plan's speed-ups over plain decoding and tokens a step by kind of profiled prompts."""
-    lookup, counts = profile.lookup, profile.acceptance.counts
     figures: dict[str, dict[str, Any]]
     figures = {name: {} for name in ("speedup_by_kind", "tokens_by_kind", "text_speedups")}
-    if lookup is None or counts is None:
-        return figures
-    problems, shares = match_problems(profile), counted_shares(lookup)
-    trees = tuple(tree.for_match(problem.match_length) for problem in problems)
-    plain_seconds = times.plain_seconds()
+    lookup, counts = profile.lookup, profile.acceptance.counts
+    assert lookup is not None
+    trees = tuple(tree.for_match(problem.match_length) for problem in recording.problems)
+    plain_seconds = recording.times.plain_seconds()
     for kind, texts in lookup.texts.items():
         kind_texts = recorded_texts(LookupCounts(lookup.classes, {kind: texts}))
-        if kind_texts and kind in profile.kinds:
+        if kind_texts and counts and kind in profile.kinds:
             ratios = _acceptance_ratios(profile.kinds[kind], counts)
-            of_kind = [_for_kind(problem, ratios) for problem in problems]
+            of_kind = [_for_kind(problem, ratios) for problem in recording.problems]
             together, *alone = (
-                Recording(texts, shares, of_kind, times).decode(trees)
+                Recording(texts, of_kind, recording.times).decode(trees)
                 for texts in (kind_texts, *([text] for text in kind_texts))
             )
             figures["speedup_by_kind"][kind] = together.speed * plain_seconds
             # a step yields a token at least, and less is rounding
-            figures["tokens_by_kind"][kind] = max(1.0, together.tokens_per_step or 1.0)
+            figures["tokens_by_kind"][kind] = max(1.0, together.tokens_per_step)
             speedups = sorted(text.speed * plain_seconds for text in alone)
             figures["text_speedups"][kind] = tuple(speedups)
     return figures

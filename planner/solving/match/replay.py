@@ -10,8 +10,6 @@ yield is not, but its probabilities are. The replay therefore follows all ways t
 once: it carries the probability that a step begins at each position.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -8,8 +8,6 @@ favour the spine, best-first search within the box's widths finds its best tree 
 the box is closed as well.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numba

@@ -1,7 +1,5 @@
 """The seconds of a step as tables that the search reads."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numba

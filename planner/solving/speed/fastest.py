@@ -1,7 +1,5 @@
 """The tree for this hardware: the most expected tokens a second, each draft pass at its width."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +13,6 @@ from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.speed.branch_and_bound import search
 from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, OtherSteps, cost_tables
-from sequoia_plan.planner.solving.speed.isotonic import isotonic
 from sequoia_plan.planner.solving.speed.relaxation import Problem, candidate_nodes
 from sequoia_plan.planner.solving.tokens import best_first
 from sequoia_plan.planner.solving.tokens.frontier import (
@@ -42,11 +39,6 @@ class FastestTree:
     tree: TokenTree
     speed: float
     bound: float
-
-    @property
-    def gap(self) -> float:
-        """How much faster another tree could be at most, as a share of the bound."""
-        return max(0.0, 1 - self.speed / self.bound)
 
 
 Score = Callable[[TokenTree], FastestTree]
@@ -153,7 +145,7 @@ def fastest_up_to_depth(
     floor = 0.0 if values.size < max_candidates else float(values[-1])
     problem = Problem(
         rows=rows,
-        smoothed_rows=rows if is_non_increasing else isotonic(rows),
+        smoothed_rows=rows if is_non_increasing else best_first.isotonic(rows),
         is_ordered=is_ordered,
         nodes=candidate_nodes(rows, floor),
         floor=floor,

@@ -21,8 +21,6 @@ share * min_step_seconds + (1 - share) * work for every share from 0 to 1. The w
 at the rate (1 - share) * rate.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numba

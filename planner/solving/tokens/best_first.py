@@ -6,8 +6,6 @@ heap pop a node gives the best trees of all sizes, each contained in the next. T
 by class as well, because siblings have a parent, and so a row, in common.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numpy.typing import NDArray
@@ -171,3 +169,26 @@ def most_valuable_nodes_within(rows, size, max_parents):
             break
         parents[node], levels[node] = parent, levels[parent] + 1
     return parents[:node], values[:node], levels[:node]
+
+
+def isotonic(rows: Floats) -> Floats:
+    """Return the probabilities closest to `rows` in least squares that never increase with rank.
+
+    Adjacent ranks that increase are replaced by their mean until none do. `rows` float64
+    [..., ranks].
+    """
+    smoothed = [_isotonic_row(row) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
+    return np.array(smoothed).reshape(rows.shape)
+
+
+def _isotonic_row(row: list[float]) -> Floats:
+    """Pool adjacent ranks of one row."""
+    sums: list[float] = []
+    counts: list[int] = []
+    for p in row:
+        total, count = p, 1
+        while sums and sums[-1] * count <= total * counts[-1]:
+            total, count = total + sums.pop(), count + counts.pop()
+        sums.append(total)
+        counts.append(count)
+    return np.repeat(np.array(sums) / counts, counts)

@@ -12,8 +12,6 @@ interval from b + 1 on. So T[l][c][b] is stored from that size on, and needs no 
 no tree has. The time is O(N^2 B D) for N nodes, B ranks and D levels.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numpy.typing import NDArray

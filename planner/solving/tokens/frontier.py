@@ -1,7 +1,5 @@
 """Two exact solvers behind one function: best-first where it is exact, else the dynamic program."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
