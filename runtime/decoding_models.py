@@ -1,7 +1,5 @@
 """What all steps of a decoder share: target, drafter, their sequence, and their CUDA graphs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """What goes into a generation, and what comes out: prompts, endings, results."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 model.generate(ids, custom_generate=sequoia, draft=draft, tree=tree)
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from contextlib import suppress

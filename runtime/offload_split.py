@@ -1,7 +1,5 @@
 """What fits in memory of a target that is streamed, beside its draft."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

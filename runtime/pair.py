@@ -1,7 +1,5 @@
 """Loading a target, a draft that fits it, and their tokenizer."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """One decoding step with a token tree: draft the tree, verify it with the target, commit a path."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The random numbers come in as a tensor (`bits`, 31 random bits each), so that dr
 of tensors and can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

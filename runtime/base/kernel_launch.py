@@ -1,7 +1,5 @@
 """Where Triton kernels run, and what runs in their place if they cannot be compiled."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Additive attention masks: 0 where a token attends, else the dtype's lowest number."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Where a forward pass waits for weights that are streamed; the package `offload` streams them."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 

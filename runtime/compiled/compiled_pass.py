@@ -1,7 +1,5 @@
 """The compiled pass of one model: it packs the weights, keeps the workers, and runs passes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """The compiled pass of an EAGLE-3 draft."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The matrices of a GGUF file in their own bits (the layouts are those of llama.cpp's ggml)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

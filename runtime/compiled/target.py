@@ -1,7 +1,5 @@
 """The compiled pass of a transformers model, kept in step with the model's weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A Llama-like model's weights, packed for the pass: from its modules, or from its GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 `from_checkpoint.py` makes drafts of them. What has no known meaning is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

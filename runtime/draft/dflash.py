@@ -5,8 +5,6 @@ drawn. Each node's children are drawn from them separately: one draw for all nod
 not be exact with every verifier (tests/runtime/test_hidden_state_decoding.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

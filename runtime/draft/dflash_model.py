@@ -5,8 +5,6 @@ block is seen through the target's hidden states: each layer makes keys and valu
 own weights, once for each committed token. The draft's cache holds these, and nothing of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Small drafts as one file: a language model in 8 bits that borrows the target's embeddings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

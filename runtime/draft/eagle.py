@@ -1,7 +1,5 @@
 """Drafting with EAGLE: one pass for each level that has children."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

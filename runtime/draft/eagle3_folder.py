@@ -1,7 +1,5 @@
 """Writes EAGLE-3 drafts as SpecForge does, a layout that vLLM and SGLang load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ made of the target's hidden states (`fuse`); below the root of a tree, a row's f
 draft's own output for its parent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Its module has the shapes that config.json and the target give it, so strict loa
 shows most of what does not fit.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

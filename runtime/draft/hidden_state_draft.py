@@ -1,7 +1,5 @@
 """What drafts that read the target's hidden states have in common: EAGLE's and DFlash's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

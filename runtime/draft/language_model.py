@@ -1,7 +1,5 @@
 """Drafting with a language model, one pass a level; its KV cache is its own or the target's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A draft that is made from the target: a copy of it in 8 bits (SubSpec, arXiv 2509.18344)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """How passes attend: CUDA kernels that accept a tree's mask, and shared heads without copies."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

@@ -5,8 +5,6 @@ of layer k (counted from 1), so the last layer's is the one before the final nor
 `AFTER_FINAL_NORM` is the one after it, which the output head reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Which models run in a compiled pass: `runtime.compiled` adds them, decoding asks for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The dtypes that models compute in, by name."""
 
-from __future__ import annotations
-
 import torch
 
 from sequoia_plan.artifacts import ArgumentError

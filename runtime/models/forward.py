@@ -1,7 +1,5 @@
 """The forward pass of a transformers model over tokens whose keys and values go to given slots."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Replacing a model's decoder layers by fused ones that are proven to compute the same."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial

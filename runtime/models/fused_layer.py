@@ -4,8 +4,6 @@ In passes over few tokens, a layer's small operations take longer than its matri
 products over the same input take longer than one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms of Llama's kind with fewer operations, also computed along with the sum that they read."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

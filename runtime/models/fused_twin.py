@@ -1,7 +1,5 @@
 """Fused layers for models of users, whose own modules stay as they are."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Collection

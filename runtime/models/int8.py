@@ -1,7 +1,5 @@
 """Linear layers whose weights are 8-bit integers, with one scale for each row of the matrix."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear

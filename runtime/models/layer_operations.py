@@ -1,7 +1,5 @@
 """Launches of the kernels of `layer_kernels.py`: norm, heads with their cache, gate of an MLP."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType

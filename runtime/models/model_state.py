@@ -1,7 +1,5 @@
 """What a model is made of, so that a change of it is noticed before the next text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary, ref

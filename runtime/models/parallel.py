@@ -1,7 +1,5 @@
 """Tensor parallelism: every process runs the same decoder and must go on with the same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

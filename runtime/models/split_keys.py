@@ -1,7 +1,5 @@
 """Attention of a tree's pass on CUDA, with the keys split over the device."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from types import ModuleType

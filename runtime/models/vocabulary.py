@@ -1,7 +1,5 @@
 """Which tokens a target and a draft have in common."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ uniform numbers then sample the path and the bonus token (`sample_path`). All of
 sequence of tensor operations on fixed shapes, and the host decides nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """From probabilities to a sampled path: where the accepted path ends, and the bonus token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Verification at temperature 0: every verifier accepts the target's most probable tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Children are drawn independently.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Naive sampling: a token drawn from the target decides which of the draft's top k is accepted."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Nodes are tested from the leaves up, so that the probability that a rejected lea
 acceptance of its later siblings and of its parent.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Verification of one tree whose tokens are in the sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np
