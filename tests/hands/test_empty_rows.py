@@ -150,13 +150,10 @@ def test_filters_keep_what_they_say(logits, temperature, top_k, top_p, min_p, on
     scores = np.array(logits) / temperature
     kept = scores >= np.sort(scores)[-min(top_k or len(scores), len(scores))]
     probs = np.exp(scores - scores.max()) * kept
-    for least in (top_p, min_p):
-        probs /= probs.sum()
-        if least is top_p:
-            above = np.array([probs[probs > p].sum() for p in probs])
-            probs = probs * (above < least)
-        else:
-            probs = probs * (probs >= least * probs.max() * (1 - 1e-6))
+    probs /= probs.sum()
+    above = np.array([probs[probs > p].sum() for p in probs])
+    probs *= above < top_p
+    probs *= probs >= min_p * probs.max() * (1 - 1e-6)
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
             patch.setattr(sampling_module, "summands", sampling_module.whole_numbers)
