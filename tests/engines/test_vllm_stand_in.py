@@ -183,21 +183,17 @@ PRODUCTION = ["--metrics", COUNTERS, "--times"]
         ([], 2, "name the models with --target and --draft, or a server with --metrics and an"),
         ([*MODELS, "--times", "p.yaml"], 2, "or a server with --metrics and an earlier plan"),
         ([*MODELS, "--batch", "²"], 2, "found '²', expected numbers from 1 to 4096"),
-        ([*MODELS, "--context", "0"], 2, "'--context': found '0', expected numbers from 1"),
         (
             [*PRODUCTION, "none.yaml", "--verify"],
             2,
             "--verify: has no effect, no engine is run with --times",
         ),
         ([*MODELS, "--engine-args", "[1]"], 2, "found [1], expected a JSON object"),
-        ([*MODELS, "--metrics", "none.txt"], 1, "none.txt: cannot be read (No such file"),
         ([*PRODUCTION, "none.yaml"], 1, "none.yaml: cannot be read (No such"),
-        ([*PRODUCTION, COUNTERS], 1, "cannot be read as YAML"),
         ([*MODELS, "--python", "/none"], 1, "/none: No such file or directory"),
         (["--target", "wrong vocabulary", *HERE], 1, "the same vocabulary size. (log: "),
         (["--target", "dies", *HERE], 1, "the engine died with exit code -11 while decoding 16"),
         (["--target", "no counters", *HERE], 1, "found no counters of speculation"),
-        ([*MODELS, "-o", "none/p.yaml"], 1, "none/p.yaml: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(run, words, code, message):

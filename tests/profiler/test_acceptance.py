@@ -11,7 +11,7 @@ import pytest
 import torch
 from toys import PROMPTS, ToyModel, toy_pair
 
-from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.counts import MAX_KINDS
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.profiler.acceptance import measure_acceptance
@@ -121,26 +121,6 @@ def test_computing_agrees_with_counting_where_every_position_is_alike():
         assert (abs(computed - counted.mean()) < 4 * error) == agrees
 
 
-@pytest.mark.slow
-def test_traversal_is_measured_as_it_accepts_in_a_tree():
-    """The levels predict the tokens a step that decoding yields.
-
-    The levels of `sequoia` (the control) predict fewer.
-    """
-    pair = toy_pair(noise=1.5, constant=True)
-    yields = yields_of_steps(pair, TREE, TRAVERSAL, 150)
-    error = yields.std() / len(yields) ** 0.5
-    prompts = PROMPTS * 8
-    sequoia, traversal = (
-        expected_tokens(TREE, Acceptance.counted(observed.totals()).with_one_class().rates)
-        for observed in measure_acceptance(
-            pair, prompts, [PLAIN_RULE, TRAVERSAL], precision=0, tokens_per_prompt=60
-        )
-    )
-    assert traversal == pytest.approx(yields.mean(), abs=4 * error)
-    assert sequoia < yields.mean() - 4 * error
-
-
 def test_levels_are_those_of_the_decoded_tree():
     """A perfect greedy draft: every step goes down the first children of the tree, five levels."""
     target = ToyModel(0, context=512)
@@ -185,21 +165,6 @@ def test_classes_are_those_of_the_decoded_tree():
     assert (by_class[1:] > 0).all() and by_class[0, 1] == 0
 
 
-def test_a_draft_that_is_wrong_first_leaves_the_spine():
-    """It always ranks the target's token second: every accepted node is off the spine."""
-
-    class Second(ToyModel):
-        def _covered(self, logits):
-            best, following = logits.topk(2).values.unbind(-1)
-            return torch.where(logits == best[..., None], following[..., None] - 1e-3, logits)
-
-    target, draft = ToyModel(0, context=512), Second(0, context=512)
-    pair = replace(toy_pair(), target=target, draft=draft)
-    observed = measured(pair, Sampling(), PROMPTS[:2], tokens_per_prompt=50)
-    assert observed.trials[:, 1:, 0].sum() == 0 < observed.trials[:, 1:, 1].sum()
-    assert observed.counts[:, 0, 0, 1].sum() == observed.trials[:, 0].sum()
-
-
 def test_the_ratio_of_traversal_is_applied_to_both_classes():
     """Each class has at most one accepted child a trial, also with few trials."""
     plain, multiplied = measure_acceptance(
@@ -241,7 +206,6 @@ def test_precision_ends_the_work():
     assert few.precision() == float("inf")
 
 
-@pytest.mark.slow
 def test_the_precision_holds():
     """Errors of 30 small measurements, against all together, are as their 95 % intervals say."""
     long = measured(toy_pair(constant=True), TRAVERSAL, PROMPTS * 30, tokens_per_prompt=10)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import resembling, tiny
+from architectures import plain_text, resembling, tiny
 from bench_results import KINDS_PLAN, MIXTURE, TREE, decoded_by_kind, figures_of
 from click.testing import CliRunner
 from msgspec.structs import replace
@@ -30,8 +30,8 @@ from sequoia_plan.planner.solving.baselines import bench_trees
 from sequoia_plan.profiler.bench import compare, make_methods
 from sequoia_plan.profiler.bench_figures import TITLES, summary
 from sequoia_plan.profiler.decoding_methods import PromptRun, with_full_vocabulary
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, context_remarks
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,6 @@ def texts(models, monkeypatch):
     return returned
 
 
-@pytest.mark.slow
 def test_greedy_methods_say_the_same(models, texts):
     """Ours, and transformers' ways: the same tokens, counted the same way."""
     methods = make_methods(models, models, TREES, Sampling(), 24)
@@ -106,6 +105,28 @@ def test_greedy_methods_say_the_same(models, texts):
     assert not models.target._forward_pre_hooks
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("repetition_penalty", 1.8), ("no_repeat_ngram_size", 1), ("suppress_tokens", None)],
+)
+def test_a_models_own_generation_config_counts_in_no_method(
+    models, texts, name, value, monkeypatch
+):
+    """In `generate` it is refused by name."""
+    target, ids = models.target, torch.arange(3, 20)[None]
+    greedy = plain_text(target, ids, 24)
+    value = value or greedy[0, 17:21].tolist()
+    monkeypatch.setattr(target.generation_config, name, value)
+    assert not plain_text(target, ids, 24).equal(greedy)
+    [remark] = context_remarks(target)
+    assert remark.startswith(f"target: its generation config has {name} {value}")
+    for decode in make_methods(models, models, TREES, Sampling(), 24).values():
+        decode(ids[0].tolist(), 0)
+        assert texts[-1] == greedy.tolist()
+    with pytest.raises(ArgumentError, match=f"{name}|RepetitionP|NoRepeatN|SuppressT"):
+        plain_text(target, ids, 24, custom_generate=sequoia, draft=models.draft, tree=TREE)
+
+
 def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
     ids = torch.arange(5)[None]
     before = models.draft(ids).logits
@@ -117,7 +138,6 @@ def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
     assert with_full_vocabulary(models.target) is models.target
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("filters", "keeps_one"),
     [
@@ -208,7 +228,6 @@ def test_predictions_are_the_plans(method, settings, sampling, is_predicted):
     assert prediction_for(*TREES["plain"], plan, {"temperature": 0.3}) == Prediction(1.0, 1.0)
 
 
-@pytest.mark.slow
 def test_the_command(run_bench, tmp_path):
     """Table, JSON, file and page from tiny models."""
     words = "--limit 2 --only plain --only sequoia --only generate"
@@ -230,7 +249,6 @@ def test_the_command(run_bench, tmp_path):
     assert wrong.exit_code == 2 and "only: found 'medusa'" in wrong.stderr
 
 
-@pytest.mark.slow
 def test_transformers_has_an_assistant_where_it_cannot_use_the_draft(tmp_path, monkeypatch):
     """That is the embedded language model for the embedded draft that reads hidden states."""
     monkeypatch.chdir(tmp_path)

@@ -150,7 +150,6 @@ def experts_of_timed_passes(monkeypatch):
     return {size: statistics.mean(numbers) for size, numbers in counts.items()}
 
 
-@pytest.mark.slow
 def test_timed_passes_read_text_as_it_is_decoded(monkeypatch):
     """Slots that all hold one token would run a few experts only, and larger trees seem free."""
     experts = experts_of_timed_passes(monkeypatch)
