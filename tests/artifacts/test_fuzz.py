@@ -1,7 +1,5 @@
 """Files from anywhere: a reader returns their content or raises one SequoiaPlanError."""
 
-from __future__ import annotations
-
 import json
 
 import independent_reader

@@ -1,7 +1,5 @@
 """Other engines' formats: round trips, the layouts that those engines read, and clear errors."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -21,19 +19,12 @@ from sequoia_plan.artifacts.interchange import (
 
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]))
 """Nodes 1 and 2 below the root, 3 and 4 below 1, 5 below 2, 6 below 3."""
+ROWS = ("1000000", "1100000", "1010000", "1101000", "1100100", "1010010", "1101001")
 GROWMAP = {
     "roots": [[0], [1, 2], [3, 4, 5], [6]],
     "branches": [[2], [2, 1], [1, 0, 0], [0]],
     "Successors": [[1, 2], [3, 4], [5], [6], [], [], []],
-    "mask": [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0],
-        [1, 0, 1, 0, 0, 1, 0],
-        [1, 1, 0, 1, 0, 0, 1],
-    ],
+    "mask": [[int(bit) for bit in row] for row in ROWS],
     "depth": [0, 1, 1, 2, 2, 2, 3],
     "size": 7,
 }

@@ -1,7 +1,5 @@
 """Rates from counts, by level and class, and the intervals of the predictions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The Python API given what it cannot use: nothing is ignored silently."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from architectures import TREE, resembling, tiny
@@ -11,7 +9,6 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
 
 IDS = torch.tensor([[5, 6, 7, 8]])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """What other people's hands do: outputs over inputs, keys and files given twice, odd bytes, full
 disks. Each ends in one clear line, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

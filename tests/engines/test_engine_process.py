@@ -1,7 +1,5 @@
 """The engine's process: its answers, its errors in one line, and its end with this program."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

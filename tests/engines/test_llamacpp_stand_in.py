@@ -1,7 +1,5 @@
 """`sequoia-plan engine llamacpp` with a stand-in: plans, bad input, servers that die."""
 
-from __future__ import annotations
-
 import pytest
 from click.testing import CliRunner
 from paths import STAND_IN

@@ -3,8 +3,6 @@
 No SGLang is run. The fields are those of its `tokenizer_manager.py`.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

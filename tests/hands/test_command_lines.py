@@ -1,7 +1,5 @@
 """Generated command lines, and damaged files under them: each ends in its work or in one line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Settings of draft folders: what trainers write is read, and what is another model is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TARGET = small_target(layers=8)
 IDS = "eagle_aux_hidden_state_layer_ids"
 MODEL_OPT = {

@@ -1,7 +1,5 @@
 """Settings that people give: each counts as in transformers, or is refused by its name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as hf
@@ -9,6 +7,7 @@ from architectures import VOCABULARY, plain_text, resembling, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
+from toys import TREE
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -16,9 +15,8 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import SequoiaDecoder, sequoia
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
 TARGET = tiny("Llama")
 DRAFT = resembling(TARGET, 0.05)

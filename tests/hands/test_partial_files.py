@@ -1,7 +1,5 @@
 """Files with something missing, of another shape, or that would be left unread or rounded."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -21,7 +19,7 @@ from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.gguf_config import read_config
 from sequoia_plan.runtime.models.pretrained import load_model
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
 NAMES = {
     "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",

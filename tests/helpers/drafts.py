@@ -1,7 +1,5 @@
 """Small random drafts in the layouts that people share, as files, and small targets for them."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -3,13 +3,12 @@
 Also the draws that the verifiers are exact for, with the probability of each.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
 import numpy as np
 import torch
+from scipy.stats import chisquare
 
 from sequoia_plan.runtime.verify import TreeIndex
 
@@ -39,6 +38,16 @@ def independent(q, count):
 def most_probable(q, count):
     """The only possible draw, of probability 1."""
     yield tuple(torch.tensor(q).topk(count).indices.tolist()), 1.0
+
+
+def chi_square(drawn, probs):
+    """p-value of the drawn orders under `probs`; 0 if an order of probability 0 was drawn."""
+    counts = dict.fromkeys(probs, 0)
+    for order in map(tuple, drawn.tolist()):
+        if order not in counts:
+            return 0.0
+        counts[order] += 1
+    return chisquare([*counts.values()], [p * len(drawn) for p in probs.values()]).pvalue
 
 
 def outcomes(acceptance, tree, tokens, target_probs, index, d2t):

@@ -1,7 +1,5 @@
 """Lines of SGLang's logs, as its `metrics_reporter.py` writes them."""
 
-from __future__ import annotations
-
 SERVER_ARGS = (
     "[2026-11-02 05:49:01] server_args=ServerArgs(model_path='m', speculative_num_steps={}, "
     "speculative_eagle_topk={}, tp_size=1)\n"

@@ -1,7 +1,5 @@
 """What hypothesis draws: trees, acceptance vectors and latencies, with awkward cases likely."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`solve`: what it takes and refuses, and what its plan says."""
 
-from __future__ import annotations
-
 import json
 import math
 

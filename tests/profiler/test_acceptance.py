@@ -1,7 +1,5 @@
 """Measured acceptance: as the verifiers accept, by level and class, also after an interruption."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -21,7 +19,7 @@ from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 PLAIN_RULE = Sampling(1.0, verifier="sequoia")
 """Its acceptance is measured without an acceptance ratio."""
 TRAVERSAL = Sampling(1.0, verifier="traversal")

@@ -1,12 +1,10 @@
 """The decoder as a whole, on toy models whose law is known exactly."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import chisquare
 from scripted import token_probs_of_texts
-from toys import ToyModel, first_tokens, toy_decoder
+from toys import TREE, ToyModel, first_tokens, toy_decoder
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
@@ -15,9 +13,8 @@ from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.verify import VERIFIERS, Acceptance
 
 PROMPT = [3, 1, 4]
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 RUNS = 2000
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 def p_value(**setting):
