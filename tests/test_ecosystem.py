@@ -139,25 +139,6 @@ def test_custom_generate_streams_and_stops(target, draft, greedy):
     assert "".join(streamer).replace(" ", "") == words().decode(greedy[0, :7])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(num_beams=2), "num_beams: found 2, "),
-        (dict(num_return_sequences=2, do_sample=True, top_k=0), "num_return_sequences: found 2"),
-        (dict(repetition_penalty=1.2), "repetition_penalty|RepetitionPenalty"),
-        (dict(bad_words_ids=[[3]]), "bad_words_ids|NoBadWords"),
-        (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens: found 3"),
-        (dict(output_scores=True, return_dict_in_generate=True), "output_scores: found True"),
-        (dict(logits_processor=[lambda ids, scores: scores]), "function: logits depend on it"),
-        (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "attention_mask: .* hide tokens"),
-        (dict(ids=IDS.repeat(2, 1)), r"found int64 \[2, 4\], .* generate_each takes"),
-    ],
-)
-def test_custom_generate_refuses_what_it_would_ignore(target, draft, settings, message):
-    with pytest.raises(SequoiaPlanError, match=message):
-        inside(target, **({"draft": draft} | settings))
-
-
 def test_custom_generate_keeps_one_decoder_and_leaks_none():
     target = tiny("GPT-2")
     draft = resembling(target)

@@ -104,6 +104,15 @@ def with_cache(model):
         (dict(tree=None), "tree: found None, expected a TokenTree"),
         (dict(draft="x"), "draft: found 'x', expected a loaded model"),
         (with_cache, r"(cache|past_key_values): .* would ignore it"),
+        (dict(num_beams=2), "num_beams: found 2, "),
+        (dict(num_return_sequences=2, do_sample=True, top_k=0), "num_return_sequences: found 2"),
+        (dict(repetition_penalty=1.2), "repetition_penalty|RepetitionPenalty"),
+        (dict(bad_words_ids=[[3]]), "bad_words_ids|NoBadWords"),
+        (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens: found 3"),
+        (dict(output_scores=True, return_dict_in_generate=True), "output_scores: found True"),
+        (dict(logits_processor=[lambda ids, scores: scores]), "function: logits depend on it"),
+        (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "attention_mask: .* hide tokens"),
+        (dict(ids=IDS.repeat(2, 1)), r"found int64 \[2, 4\], .* generate_each takes"),
     ],
 )
 def test_arguments_of_custom_generate(models, settings, message):

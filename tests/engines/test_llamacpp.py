@@ -38,12 +38,6 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def logs_go_with_the_test(tmp_path, monkeypatch):
-    """A server that fails leaves its log in the folder for temporary files."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
 @pytest.fixture(scope="module")
 def measured_plan(tmp_path_factory):
     """A plan of few steps at two contexts, verified, and the output of the command."""

@@ -22,7 +22,6 @@ SERVER = str(STAND_IN / "llama-server")
 def invoke(tmp_path, monkeypatch):
     """Runs the command with the stand-in in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def invoke(*words, draft="draft.gguf"):
         words = ["--target", "target.gguf", "--server", SERVER, "--draft", draft, *words]

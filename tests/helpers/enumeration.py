@@ -29,6 +29,26 @@ def without_replacement(q, count):
             yield order, probability
 
 
+def normalised(weights):
+    return weights / weights.sum()
+
+
+def exact_acceptance(p, q, count):
+    """float64 [count]: how often each child is accepted, by the definition of Sequoia's rule."""
+    acceptance = np.zeros(count)
+    for order, probability in without_replacement(q, count):
+        residual, draft_probs, left = p, q, 1.0
+        for rank, child in enumerate(order):
+            accept_prob = min(1, residual[child] / draft_probs[child])
+            acceptance[rank] += probability * left * accept_prob
+            left *= 1 - accept_prob
+            if left < 1e-12:
+                break
+            residual = normalised(np.maximum(residual - draft_probs, 0))
+            draft_probs = normalised(np.where(np.arange(len(q)) == child, 0, draft_probs))
+    return acceptance
+
+
 def independent(q, count):
     """Every ordered draw of `count` tokens with replacement, with its probability."""
     for order in itertools.product(np.flatnonzero(q).tolist(), repeat=count):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from enumeration import exact_acceptance
 from toys import PROMPTS, ToyModel, toy_pair
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
@@ -63,21 +64,6 @@ def test_stars_side_by_side_are_verified_as_one_by_one(verifier, d2t):
         torch.testing.assert_close(together[at], alone[0])
 
 
-def exact_acceptance(p, q):
-    """Of ranks 1 and 2, by enumeration of two children in draw order, by Sequoia's definition."""
-    first = second = 0.0
-    for s, t in itertools.permutations(range(len(p)), 2):
-        draw_prob = q[s] * q[t] / (1 - q[s])
-        accept_prob = min(1, p[s] / q[s])
-        residual = np.maximum(p - q, 0)
-        residual /= residual.sum()
-        draft_probs = np.where(np.arange(len(q)) == s, 0, q)
-        draft_probs /= draft_probs.sum()
-        first += draw_prob * accept_prob
-        second += draw_prob * (1 - accept_prob) * min(1, residual[t] / draft_probs[t])
-    return first, second
-
-
 @pytest.mark.parametrize(("draft_temperature", "is_exact"), [(None, True), (3.0, False)])
 def test_expected_acceptance_is_exact_on_average(draft_temperature, is_exact):
     """Against enumeration. Children drawn from other probabilities (the control) differ."""
@@ -87,7 +73,7 @@ def test_expected_acceptance_is_exact_on_average(draft_temperature, is_exact):
     logits = (p.log().expand(runs, -1), q.log().expand(runs, -1))
     children = DrawnChildren.draw(*logits, sampling, 2, generator, None)
     observed = children.expected_acceptance()
-    expected = exact_acceptance(p.double().numpy(), q.double().numpy())
+    expected = exact_acceptance(p.double().numpy(), q.double().numpy(), 2)
     z = (observed.mean(0).numpy() - expected) / (observed.std(0).numpy() / runs**0.5)
     assert (np.abs(z) < 4).all() == is_exact
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from enumeration import without_replacement
+from enumeration import exact_acceptance, normalised, without_replacement
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import PROMPTS, ToyModel, naive_match, toy_pair
@@ -137,37 +137,9 @@ class ScriptedModel(ToyModel):
 
 
 def exact_after_lookup(p, q, token, count):
-    """Acceptance of a looked-up token, then of drafted children, by the definition of the rule.
-
-    Args:
-        p, q: float64 [vocabulary], what the target and the draft say; q may lack tokens.
-        token: the token that lookup proposes.
-        count: how many children are drafted after it.
-
-    Returns:
-        float64 [1 + count], over every ordered draw of `count` other tokens.
-    """
-
-    def normalised(x):
-        return x / x.sum()
-
-    without = np.where(np.arange(len(q)) == token, 0, q)
-    result = np.zeros(1 + count)
-    result[0] = p[token]
-    for order, probability in without_replacement(normalised(without), count):
-        residual = normalised(np.where(np.arange(len(p)) == token, 0, p))
-        draft_probs, left = normalised(without), 1 - p[token]
-        for rank, child in enumerate(order, 1):
-            accept_prob = min(1, residual[child] / draft_probs[child])
-            result[rank] += probability * left * accept_prob
-            left *= 1 - accept_prob
-            residual = np.maximum(residual - draft_probs, 0)
-            if left < 1e-12:
-                break
-            residual = normalised(residual)
-            draft_probs = np.where(np.arange(len(q)) == child, 0, draft_probs)
-            draft_probs = normalised(draft_probs)
-    return result
+    """Acceptance of a looked-up token, then of `count` drafted children, by the definition."""
+    others = [normalised(np.where(np.arange(len(p)) == token, 0, probs)) for probs in (p, q)]
+    return [p[token], *(1 - p[token]) * exact_acceptance(*others, count)]
 
 
 @pytest.mark.parametrize("d2t", [None, [0, 2, 3, 4]])

@@ -3,6 +3,7 @@
 import copy
 import weakref
 
+import architectures
 import pytest
 import torch
 from architectures import READS_TREES, VOCABULARY, plain_text, tiny
@@ -25,7 +26,7 @@ from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 pytestmark = pytest.mark.slow
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
 EXPERTS = {"Qwen3-MoE", "Mixtral"}
-FUSED = {"Llama", "Mistral", "Qwen2", "Qwen2, some layers windowed", "Qwen3", "SmolLM3"}
+FUSED = architectures.FUSED - EXPERTS
 """Their drafts have fused layers."""
 
 
