@@ -22,6 +22,7 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
+from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.streamed_layers import attach_stream, view_slots
@@ -189,6 +190,8 @@ def time_host_stream(run: Run) -> dict[str, Any]:
     scale, sampling = run.scale, Sampling(0.6)
     shape = scale.shared_heads_target | {"num_hidden_layers": scale.streamed_layers}
     pair = random_pair("llama-3.1-8b, few layers", shape, scale.draft_of(shape), run.device)
+    if run.device.type == "cuda":
+        fuse(pair.target)  # as `load_pair` does with a target that is streamed
     trees = scale.plain_and_tree
     context = scale.contexts[0]
 
@@ -221,7 +224,8 @@ def stream_layers(model: Any, device: torch.device) -> HostStream:
     memories, blocks = [], []
     for layer in model.model.layers:
         places, size = {}, 0
-        for name, parameter in layer.named_parameters():
+        matrices = [(name, p) for name, p in layer.named_parameters() if p.ndim > 1]
+        for name, parameter in matrices:  # norms are on the device, as in a target that is streamed
             places[name] = Place(parameter.dtype, tuple(parameter.shape), size)
             size = round_up(size + parameter.numel() * parameter.element_size(), 512)
         blocks.append(WeightBlock(0, size, 0, places))

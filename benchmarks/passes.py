@@ -6,7 +6,8 @@
 
 A pass reads some rows after a context. The compiled pass runs with the bits of the embedded file,
 in bfloat16 and in float32; PyTorch with transformers' layers and with fused ones, in bfloat16.
-llama.cpp runs the same file. A round times five passes of each, so ratios are free of drift.
+llama.cpp runs the same file. A round times five passes of each, so ratios are free of drift. With
+no context, it times whole prompts: ours in parts, transformers' in one pass, as each does it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.probe import probe
 
-ROWS = (1, 2, 4, 6, 8, 16)
+ROWS, PROMPTS = (1, 2, 4, 6, 8, 16), (512, 4096)
 REPEATS = 5
 """Passes that are timed at once, as llama.cpp's benchmark does it."""
 PAUSE = 0.02
@@ -65,10 +66,26 @@ def timed_pass(model: TreeModel, rows: int, context: int) -> Callable[[], float]
     return run
 
 
+def timed_prompt(model: TreeModel, length: int, context: int) -> Callable[[], float]:
+    """A function that reads a prompt and returns the seconds."""
+    cache, tokens = model.new_cache(length), torch.arange(1000, 1000 + length)
+
+    def run() -> float:
+        start = time.perf_counter()
+        if model.compiled_pass:
+            with one_thread_of_torch(True):
+                model.prefill(cache, tokens)
+        else:
+            model.model(tokens[None], logits_to_keep=1)
+        return time.perf_counter() - start
+
+    return run
+
+
 def llamacpp_seconds(program: str, threads: int, context: int) -> dict[int, float]:
     """Seconds of llama.cpp's pass over each number of rows, by its own benchmark."""
-    sizes = ",".join(map(str, ROWS))
-    options = ["-p", sizes, "-n", "0", "-d", str(context), "-t", str(threads), "-r", str(REPEATS)]
+    sizes, repeats = ",".join(map(str, ROWS if context else PROMPTS)), REPEATS if context else 1
+    options = ["-p", sizes, "-n", "0", "-d", str(context), "-t", str(threads), "-r", str(repeats)]
     command = [program, "-m", str(embedded_gguf()), *options, "-o", "json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return {test["n_prompt"]: test["avg_ns"] / 1e9 for test in json.loads(result.stdout)}
@@ -80,9 +97,9 @@ def milliseconds(
 ) -> dict[str, Any]:
     """By way and number of rows: the pass's milliseconds, and its ratio to ours with one row."""
     passes = {
-        (name, rows): timed_pass(model, rows, context)
+        (name, rows): (timed_pass if context else timed_prompt)(model, rows, context)
         for name, model in models.items()
-        for rows in ROWS
+        for rows in (ROWS if context else PROMPTS)
     }
     seconds: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
@@ -118,7 +135,7 @@ def main() -> None:
             target = load_pair(draft="none", **settings).target
             layout = None if name.startswith("compiled") else probe(target)
             models[name] = TreeModel(target, layout)
-        for context in options.context or [128, 2048]:
+        for context in options.context or [128, 2048, 0]:
             setting = f"{threads} threads, {context} slots of context"
             figures[setting] = milliseconds(
                 models, context, threads, options.rounds, options.llama_bench

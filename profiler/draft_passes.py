@@ -53,7 +53,7 @@ def representative_pass(
     )
     if not isinstance(drafter, EagleDrafter):
         return draft_pass, None
-    width, dtype = drafter.model.config.hidden_size, drafter.model.dtype
+    width, dtype = drafter.model.config.hidden_size, drafter.feature_dtype
     # every node reads row 0 of the previous output's features; its logits are not read
     features = torch.zeros(1, width, dtype=dtype, device=nodes.device)
     no_logits = features[:, :0]
@@ -116,7 +116,7 @@ def _logits_by_step(
 ) -> Tensor:
     """`logits_over_text` step by step: each step is drafted as a chain whose tokens are known."""
     if isinstance(drafter, EagleDrafter):
-        num_levels, features = max(max(levels), 0) + 1, drafter.model.fuse(hidden_states)
+        num_levels, features = max(max(levels), 0) + 1, drafter.fuse(hidden_states)
         commit = partial(drafter.keep_features, sequence.draft)
     else:
         num_levels, features = drafter.model.block.levels, hidden_states

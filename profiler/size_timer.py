@@ -94,7 +94,10 @@ class SizeTimer:
             if not new_nodes.numel():
                 return output.logits, new_nodes
             bits = sequence.bits[: self.size * numbers_per_node].view(self.size, numbers_per_node)
-            return draw_children(drafter, self.draft_input, output.logits, sequence, sampling, bits)
+            slots = sequence.length + self.draft_input.new_nodes
+            return draw_children(
+                drafter, self.draft_input, output.logits, sequence, slots, sampling, bits
+            )
 
         return self.step.replay("draft pass", forward_and_draw, sampling)
 

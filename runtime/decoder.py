@@ -134,7 +134,7 @@ class SequoiaDecoder:
         started = time.perf_counter()
         if max_new_tokens < 1:
             raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
-        model, tokenizer = self.step.target.model, self.tokenizer
+        model, tokenizer = self.step.models.models[0], self.tokenizer
         if sampling is None:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)

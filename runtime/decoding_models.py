@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.sequence import SequenceState
-from sequoia_plan.runtime.capture import step_graphs, weight_addresses
+from sequoia_plan.runtime.capture import is_on_one_cuda_device, step_graphs, weight_addresses
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.registry import make_drafter
 from sequoia_plan.runtime.draft.self_draft import shares_cache
@@ -26,6 +26,7 @@ from sequoia_plan.runtime.models.architecture import (
 )
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
 from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.fused_twin import twin_of, twins
 from sequoia_plan.runtime.models.model_state import Watch, check_mode, structure
 from sequoia_plan.runtime.models.parallel import shared_seed
 from sequoia_plan.runtime.models.probe import probe
@@ -60,6 +61,10 @@ class DecodingModels:
             check_mode(model)
         if not shares_cache(draft, target):
             compile_passes(self.models)
+            target, draft = (
+                twin_of(model) if model is not None and is_on_one_cuda_device(model) else model
+                for model in (target, draft)
+            )
         if draft is not None:
             draft_device = execution_device(draft)
             if draft_device != self.device:
@@ -72,7 +77,7 @@ class DecodingModels:
         layers = self.drafter.aux_hidden_state_layers if self.drafter else ()
         layout = None if compiled_pass(target) else probe(target)
         self.target = TreeModel(target, layout, aux_hidden_state_layers=layers)
-        self.passes = [compiled_pass(model) for model in self.models]
+        self.passes = [compiled_pass(m) or twins.get(unwrapped(m)) for m in self.models]
         self.watch = Watch(structure)
         self.check_unchanged()
         self.sequence = SequenceState(self.device)

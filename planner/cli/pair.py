@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 TOLERATED_LOAD = 0.4
 """So much of one core may be busy without a warning."""
+COMPILING = "compiling the passes for this processor, once: about 20 seconds"
 NOT_PREDICTED = "its predictions do not apply"
 PLACEMENT_KEYS = ("placement", "weights", "resident_layers", "fused_layers")
 """Keys of a model's metadata that say where its weights are."""
@@ -32,7 +35,7 @@ def load_pair(
     bits: str | None = None,
 ) -> Pair:
     """The models that the options name, loaded while a spinner is shown; warns about them."""
-    with status("loading models"):
+    with status("loading models") as show, when_numba_compiles(partial(show, COMPILING)):
         import torch
 
         from sequoia_plan.profiler.hardware import default_device
@@ -47,6 +50,22 @@ def load_pair(
     for remark in filter(None, [busy, *pair.remarks]):
         warn(remark)
     return pair
+
+
+@contextmanager
+def when_numba_compiles(act: Callable[[], None]) -> Iterator[None]:
+    """A context in which `act` is called when a function is compiled that no cache has."""
+    from numba.core.event import Listener, install_listener
+
+    class Compilations(Listener):
+        def on_start(self, event: Any) -> None:
+            act()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with install_listener("numba:compile", Compilations()):
+        yield
 
 
 def _busy_text(threads: int) -> str:

@@ -140,6 +140,10 @@ class _CacheLayer(CacheLayerMixin):
         slots = self.cache.slots.to(self.keys.device)
         self.keys.index_copy_(2, slots, key_states)
         self.values.index_copy_(2, slots, value_states)
+        return self.visible()
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots that attention looks at."""
         return self.keys[:, :, : self.cache.extent], self.values[:, :, : self.cache.extent]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

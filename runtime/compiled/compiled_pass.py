@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import Any
 
@@ -26,9 +27,9 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.pool = ThreadPoolExecutor(count - 1) if count > 1 else None
         self.counter = aligned_zeros((8,), np.int64)
         self.lock = Lock()
+        self.pool, self.process = ThreadPoolExecutor(max(count - 1, 1)), os.getpid()
 
     def __reduce__(self) -> Any:
         """For pickle and copies: threads of their own."""
@@ -36,16 +37,21 @@ class Workers:
 
     def run(self, *arguments: Any) -> None:
         """Call `forward` once in each thread."""
+        if self.process != os.getpid():  # a fork has none of its parent's threads
+            self.pool, self.process = ThreadPoolExecutor(max(self.count - 1, 1)), os.getpid()
         self.counter[0] = 0
         address = self.counter.ctypes.data
-        others = [
-            self.pool.submit(forward, worker, self.count, address, *arguments)
-            for worker in range(1, self.count)
-            if self.pool
-        ]
-        forward(0, self.count, address, *arguments)
-        for other in others:
-            other.result()
+        others: list[Future[None]] = []
+        try:
+            for worker in range(1, self.count):
+                others.append(self.pool.submit(forward, worker, self.count, address, *arguments))
+            forward(0, self.count, address, *arguments)
+            for other in others:
+                other.result()
+        except BaseException:  # an interrupt: let go of those that wait for this thread
+            self.counter[0] = np.iinfo(np.int64).max // 2
+            wait(others)
+            raise
 
 
 def visible_slots(mask: Tensor) -> NDArray[np.bool_]:

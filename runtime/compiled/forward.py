@@ -260,8 +260,9 @@ def attend(model, layer, inputs, scratch, worker, workers):
     seen = np.empty(QUERIES, np.int64)
     batches = -(-num_rows * group // QUERIES)
     spans, visible = scratch.spans[worker], inputs.visible
-    for item in range(worker, kv_heads * batches, workers):
-        kv_head, batch = item % kv_heads, item // kv_heads
+    first_item, end_item = share(kv_heads * batches, worker, workers)
+    for item in range(first_item, end_item):
+        kv_head, batch = item // batches, item % batches
         start = batch * QUERIES
         count = min(num_rows * group - start, QUERIES)
         first, end = visible.shape[1], 0

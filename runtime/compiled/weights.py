@@ -48,10 +48,10 @@ class Packed:
 
 def blocks_of(weight: Tensor) -> Blocks:
     """A floating-point matrix as it is."""
-    name, weight = DTYPES[weight.dtype], weight.detach().contiguous()
-    bits = weight.view(torch.int16).numpy().view(np.uint16)
-    numbers = {"F32": weight.view(torch.float32).numpy, "F16": lambda: bits.view(np.float16)}
-    return Blocks(FORMAT_NAMES.index(name), numbers[name]() if name != "BF16" else bits)
+    weight = weight.detach().contiguous()
+    is_bfloat16 = weight.dtype == torch.bfloat16  # which numpy lacks
+    numbers = weight.view(torch.int16).numpy().view(np.uint16) if is_bfloat16 else weight.numpy()
+    return Blocks(FORMAT_NAMES.index(DTYPES[weight.dtype]), numbers)
 
 
 def describe(matrix: Matrix) -> NDArray[np.int64]:
@@ -152,10 +152,10 @@ class GgufWeights:
     def __init__(self, file: Path, config: Any) -> None:
         from gguf import GGUFReader  # of the extra gguf
 
-        self.reader, self.config = GGUFReader(file), config
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        field = self.reader.fields["general.architecture"]
-        self.architecture = bytes(field.parts[field.data[0]]).decode()
+        # the reader itself is not kept: its vocabulary takes more memory than the matrices
+        reader, self.config = GGUFReader(file), config
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(reader.fields["general.architecture"].contents())
 
     def blocks(self, layer: int, name: str) -> Blocks:
         """A layer's matrix, its rows in the order of transformers."""

@@ -98,7 +98,8 @@ class DFlashModel(HiddenStateDraft):
 
         `tokens` int64 [batch, blocks * size]; `positions` int64 [batch, blocks * size].
         """
-        hidden = self.run_layers(self.embed(tokens), positions, masks, cache)
+        embedded = self.embed(tokens)
+        hidden = self.run_layers(embedded, self.rotary_emb(embedded, positions), masks, cache)
         rows_of_block = hidden.unflatten(1, (-1, self.block.size))
         # the root's row is left out if it drafts nothing
         return self.head(self.norm(rows_of_block[:, :, self.block.size - self.block.levels :]))

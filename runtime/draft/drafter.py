@@ -39,6 +39,7 @@ class DraftPass:
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
     looked_up: Tensor | None = None
+    later: tuple[DraftPass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class HiddenStateDrafter(Drafter):
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
         self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
         self.compiled_pass = compiled_pass(model)
+        self.feature_dtype = torch.float32 if self.compiled_pass else model.dtype
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
 
 
@@ -202,13 +204,19 @@ def draft_tree(
     `columns` int64 [extent]; `bits` int32 [inner nodes, numbers for each].
     """
     bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
-    probs, drawn = [], []
+    new_nodes = [draft_pass.new_nodes for draft_pass in passes]
+    new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
+    probs, drawn, largest_logits = [], [], []
     output: ForwardOutput | None = None
-    for draft_pass, pass_bits in zip(passes, bits_by_pass, strict=True):
+    # others check them pass by pass
+    checks_logits = isinstance(drafter, HiddenStateDrafter) and not drafter.compiled_pass
+    for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
         output = drafter.forward(draft_pass, sequence, columns, output)
         pass_probs, children = draw_children(
-            drafter, draft_pass, output.logits, sequence, sampling, pass_bits
+            drafter, draft_pass, output.logits, sequence, slots, sampling, pass_bits
         )
+        if checks_logits:
+            largest_logits.append(output.logits.amax(-1))
         if sampling.greedy:  # which verifies tokens alone
             continue
         probs.append(pass_probs)
@@ -218,6 +226,8 @@ def draft_tree(
             rows = draft_pass.looked_up[0]
             columns_by_rank[rows, 1:] = columns_by_rank[rows, :-1]
         drawn.append(columns_by_rank)
+    if checks_logits:
+        sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
     nothing = sequence.tokens[:0]
     return (
         DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else DraftedTree(nothing, nothing)
@@ -229,14 +239,15 @@ def draw_children(
     draft_pass: DraftPass,
     logits: Tensor,
     sequence: SequenceState,
+    slots: Tensor,
     sampling: Sampling,
     bits: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the children of one pass, and write their tokens into the sequence.
+    """Draw the children of one pass, and write their tokens into the sequence, in `slots`.
 
     The children of a node whose first child is looked up are drawn without that child's token.
-    `logits` [num_parents, vocabulary]; `bits` int32 [num_parents, numbers for each]; returns
-    float32 [num_parents, vocabulary].
+    `slots` int64 [new nodes]; `logits` [num_parents, vocabulary]; `bits` int32 [num_parents,
+    numbers for each]; returns float32 [num_parents, vocabulary].
     """
     count = draft_pass.max_children
     if draft_pass.looked_up is None:
@@ -258,5 +269,5 @@ def draw_children(
         drawn = drawn.gather(1, order)[:, :count]
     children = drawn.flatten()[draft_pass.draw_index]
     tokens = children if drafter.d2t is None else drafter.d2t[children]
-    sequence.tokens.index_copy_(0, sequence.length + draft_pass.new_nodes, tokens)
+    sequence.tokens.index_copy_(0, slots, tokens)
     return probs, drawn

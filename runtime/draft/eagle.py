@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ class EagleDrafter(HiddenStateDrafter):
         first, *deeper = passes_by_level(tree, tensors)
         # relative to the root's slot: -(depth - 1), ..., -1, 0 in a tree that is drafted whole
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
-        return (replace(first, input_slots=slots, offsets=slots), *deeper)
+        return (replace(first, input_slots=slots, offsets=slots, later=tuple(deeper)), *deeper)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, with memory for the features of the last tokens.
@@ -59,8 +60,7 @@ class EagleDrafter(HiddenStateDrafter):
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (RECENT, self.model.config.hidden_size)
-        dtype = torch.float32 if self.compiled_pass else self.model.dtype
-        cache.recent_features = torch.zeros(shape, dtype=dtype, device=device)
+        cache.recent_features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
 
     def prefill(self, cache: Any, tokens: Tensor) -> None:
@@ -75,11 +75,10 @@ class EagleDrafter(HiddenStateDrafter):
 
         The feature before the part's first token is the one that was kept from the part before.
         """
-        features = self._fuse(hidden_states)
+        features = self.fuse(hidden_states)
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
-        mask = _mask_of_committed(slots, mask.shape[1], mask.dtype)
         inputs = torch.cat([feature_before, features[:-1]])
-        self._read(cache, tokens, inputs, slots, slots, mask, logits_to_keep=1)
+        self._read_committed(cache, tokens, inputs, slots, mask.shape[1])
         self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
 
     def forward(
@@ -92,28 +91,57 @@ class EagleDrafter(HiddenStateDrafter):
         """Each token is read together with the feature of the token before it.
 
         The first pass reads committed tokens, whose features are recorded, and later passes read
-        nodes, whose features are the hidden states of their parents in the previous pass. The first
-        pass hides slot 0 in `columns`, for the later ones.
+        nodes, whose features are the hidden states of their parents in the previous pass.
         """
         if self.compiled_pass:
             outputs = previous and previous.hidden_states
             logits, outputs = self.compiled_pass.read_level(draft_pass, sequence, outputs)
             return ForwardOutput(logits[:, : self.vocabulary], outputs)
         cache: Any = sequence.draft
-        slots = read_slots = sequence.length + draft_pass.input_slots
-        positions = sequence.length + draft_pass.offsets
+        passes = (draft_pass, *draft_pass.later)
+        rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
+        rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
+        (read_slots, *rows), *later = rows_by_pass
         if previous is None:
-            # short texts have fewer committed tokens than this pass reads: token 0 stands for them
-            read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
             features = cache.recent_features[(read_slots - 1) % RECENT]
-            mask = _mask_of_committed(read_slots, columns.numel(), draft_pass.mask.dtype)
-            columns[0] = draft_pass.mask.shape[1] - 1  # visible to no node: token 0 has no feature
         else:
-            assert previous.hidden_states is not None and draft_pass.parent_rows is not None
+            assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
-            mask = draft_pass.mask.index_select(1, columns)
-        tokens, num_logits = sequence.tokens[read_slots], draft_pass.num_parents
-        return self._read(cache, tokens, features, slots, positions, mask, num_logits)
+        tokens = sequence.tokens[read_slots]
+        logits, outputs = self._read(cache, tokens, features, rows, draft_pass.num_parents)
+        return ForwardOutput(logits, outputs, later)
+
+    def _rows(
+        self,
+        passes: Sequence[DraftPass],
+        sequence: SequenceState,
+        columns: Tensor,
+        is_first: bool,
+    ) -> list[Sequence[Tensor]]:
+        """What `_read` needs of each pass of a step, after the slots whose tokens it reads."""
+        widths = [draft_pass.input_slots.numel() for draft_pass in passes]
+        slots = sequence.length + torch.cat([draft_pass.input_slots for draft_pass in passes])
+        # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
+        read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
+        positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
+        extent, masks = columns.numel(), []
+        if is_first:
+            masks.append(_mask_of_committed(read_slots[: widths[0]], extent, passes[0].mask.dtype))
+        if node_masks := [draft_pass.mask for draft_pass in passes[is_first:]]:
+            columns[0] = node_masks[0].shape[1] - 1  # visible to no node: token 0 has no feature
+            masks += torch.cat(node_masks).index_select(1, columns).split(widths[is_first:])
+        return self._with_angles(masks, widths, read_slots, slots, positions)
+
+    def _with_angles(
+        self, masks: Sequence[Tensor], widths: list[int], *rows: Tensor
+    ) -> list[Sequence[Tensor]]:
+        """Rows of passes of these widths, with their mask and the angles of their positions."""
+        # a row has the position of the token whose feature it takes, as in the engines
+        *slots, positions = rows
+        positions = (positions - 1).clamp(min=0)
+        angles = self.model.rotary_emb(self.model.fc.weight, positions[None])
+        splits = (tensor.split(widths, -1) for tensor in (*slots, positions))
+        return [*zip(*splits, masks, *(angle.split(widths, 1) for angle in angles), strict=True)]
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
@@ -131,10 +159,8 @@ class EagleDrafter(HiddenStateDrafter):
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
         cache: Any = sequence.draft
-        mask = _mask_of_committed(slots, extent, self.model.dtype)
         features = cache.recent_features[(slots - 1) % RECENT]
-        tokens = sequence.tokens[slots]
-        self._read(cache, tokens, features, slots, slots, mask, logits_to_keep=1)
+        self._read_committed(cache, sequence.tokens[slots], features, slots, extent)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.
@@ -144,9 +170,9 @@ class EagleDrafter(HiddenStateDrafter):
         """
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
         hidden_states = sequence.aux_hidden_states.index_select(0, path)
-        self.keep_features(sequence.draft, slots, self._fuse(hidden_states))
+        self.keep_features(sequence.draft, slots, self.fuse(hidden_states))
 
-    def _fuse(self, hidden_states: Tensor) -> Tensor:
+    def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
         model = self.compiled_pass or self.model
         return model.fuse(hidden_states)
@@ -155,35 +181,41 @@ class EagleDrafter(HiddenStateDrafter):
         """Record features [tokens, hidden size] of the committed tokens in `slots`."""
         cache.recent_features.index_copy_(0, slots % RECENT, features)
 
+    def _read_committed(
+        self, cache: TreeCache, tokens: Tensor, features: Tensor, slots: Tensor, extent: int
+    ) -> None:
+        """Read committed tokens in `slots`, each with the feature of the token before it."""
+        mask = _mask_of_committed(slots, extent, self.model.dtype)
+        (rows,) = self._with_angles([mask], [slots.numel()], slots, slots)
+        self._read(cache, tokens, features, rows, 1)
+
     def _read(
         self,
         cache: TreeCache,
         tokens: Tensor,
         features: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        mask: Tensor,
+        rows: Sequence[Tensor],
         logits_to_keep: int,
-    ) -> ForwardOutput:
+    ) -> tuple[Tensor, Tensor]:
         """Run one pass of the draft over tokens, each with the feature of the token before it.
 
-        `tokens`, `slots`, `positions` int64 [tokens]; `features` [tokens, hidden size].
+        `tokens` int64 [tokens]; `features` [tokens, hidden size]; `rows` are slots, positions,
+        mask, cosines and sines. Returns logits and outputs of the last rows.
         """
-        # a row has the position of the token whose feature it takes, as in the engines
-        positions = (positions - 1).clamp(min=0)
+        slots, positions, mask, *angles = rows
         if self.compiled_pass:
             logits, outputs = self.compiled_pass(
                 cache, tokens, features, positions, slots, mask, logits_to_keep
             )
-            return ForwardOutput(logits[:, : self.vocabulary], outputs)
+            return logits[:, : self.vocabulary], outputs
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
-        rows = (tokens[None], features[None], positions[None], masks)
         cache.at(slots, mask.shape[1])
         with self.model.attending(slots):
-            logits, outputs = self.model(*rows, cache, logits_to_keep)
-        logits = logits[0, :, : self.vocabulary]  # the model has cut the rows of these
-        cache.finite.logical_and_(logits.amax(-1).isfinite().all())
-        return ForwardOutput(logits, outputs[0, -logits_to_keep:])
+            logits, outputs = self.model(
+                tokens[None], features[None], angles, masks, cache, logits_to_keep
+            )
+        # the model has cut the rows of these
+        return logits[0, :, : self.vocabulary], outputs[0, -logits_to_keep:]
 
 
 def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, HiddenStateDraft
+from sequoia_plan.runtime.models.fused_norm import add_before
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Eagle3(HiddenStateDraft):
         self,
         tokens: Tensor,
         features: Tensor,
-        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
         masks: Mapping[str, Tensor],
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
@@ -77,7 +78,8 @@ class Eagle3(HiddenStateDraft):
         """One pass over input rows; training uses it, too. Returns logits, and each row's output.
 
         The first layer attends to embedding and feature; the residual stream has the feature.
-        `tokens`, `positions` int64 [batch, rows]; `features` [batch, rows, hidden size].
+        `tokens` int64 [batch, rows]; `features` [batch, rows, hidden size]; `angles`, cosines and
+        sines, [batch, rows, head_dim].
         """
         first: Any = self.layers[0]
         normed = first.hidden_norm(features)
@@ -85,18 +87,17 @@ class Eagle3(HiddenStateDraft):
         attended, _ = first.self_attn(
             hidden_states=embedding_and_feature,
             attention_mask=masks[self.layer_types[0]],
-            position_embeddings=self.rotary_emb(features, positions),
+            position_embeddings=angles,
             **{CACHE_ARGUMENT: cache},
         )
-        hidden = (normed if self.norms.before_residual else features) + attended
-        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
-        hidden = self.run_layers(hidden, positions, masks, cache, first_layer=1)
-        output = self.norm(hidden) if self.norms.output else hidden
-        return self.logits(output[:, -logits_to_keep:]), output  # [-0:] keeps all rows
-
-    def logits(self, output: Tensor) -> Tensor:
-        """Outputs of rows [..., hidden size] -> their logits [..., draft vocabulary]."""
-        return self.head(output if self.norms.output else self.norm(output))
+        residual = normed if self.norms.before_residual else features
+        hidden = add_before(first.post_attention_layernorm, residual, attended)
+        mlp = first.mlp(first.post_attention_layernorm(hidden))
+        hidden = add_before(getattr(first, "next_norm", (None,))[0], hidden, mlp)
+        hidden = self.run_layers(hidden, angles, masks, cache, first_layer=1)
+        normed = self.norm(hidden)
+        output = normed if self.norms.output else hidden
+        return self.head(normed[:, -logits_to_keep:]), output  # [-0:] keeps all rows
 
 
 class Eagle1(HiddenStateDraft):
@@ -123,12 +124,12 @@ class Eagle1(HiddenStateDraft):
         self,
         tokens: Tensor,
         features: Tensor,
-        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
         masks: Mapping[str, Tensor],
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """As for `Eagle3`. A linear layer makes one vector of embedding and feature."""
         hidden = self.fc(torch.cat([self.embed(tokens), features], -1))
-        hidden = self.run_layers(hidden, positions, masks, cache)
+        hidden = self.run_layers(hidden, angles, masks, cache)
         return self.head(hidden[:, -logits_to_keep:]), hidden  # [-0:] keeps all rows

@@ -102,7 +102,9 @@ class HiddenStateDraft(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [..., tokens] -> [..., tokens, hidden size]."""
         table: Any = self.get_input_embeddings()
-        return table(tokens.clamp(max=table.num_embeddings - 1)).to(self.dtype)
+        if self.embed_tokens is not None:  # which may lack the target's last tokens
+            tokens = tokens.clamp(max=table.num_embeddings - 1)
+        return table(tokens).to(self.dtype)
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden size] -> logits [..., draft vocabulary]."""
@@ -138,19 +140,18 @@ class HiddenStateDraft(nn.Module):
     def run_layers(
         self,
         hidden_states: Tensor,
-        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
         masks: Mapping[str, Tensor],
         cache: Cache | None,
         first_layer: int = 0,
     ) -> Tensor:
         """Run its layers from `first_layer` on. `hidden_states` [batch, tokens, hidden size]."""
-        rotary = self.rotary_emb(hidden_states, positions)
         layers: Any = self.layers
         for layer, layer_type in list(zip(layers, self.layer_types, strict=True))[first_layer:]:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[layer_type],
-                position_embeddings=rotary,
+                position_embeddings=angles,
                 use_cache=cache is not None,
                 **{CACHE_ARGUMENT: cache},
             )

@@ -48,13 +48,14 @@ ChunkCallback = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a forward pass returns.
+    """What a forward pass returns, and what it has prepared of later ones.
 
     `logits` [tokens, vocabulary]; `hidden_states` [tokens, width].
     """
 
     logits: Tensor
     hidden_states: Tensor | None = None
+    later: Sequence[Sequence[Tensor]] = ()
 
 
 class TreeModel:
@@ -69,6 +70,7 @@ class TreeModel:
     ) -> None:
         plain_model, config = unwrapped(model), text_config(model)
         self.model, self.vocabulary = model, vocabulary
+        self.is_wrapped = plain_model is not model
         self.device, self.dtype = device_and_dtype(model)
         self.stream = stream_of(plain_model)
         self.layers: int | CacheLayout = layout or int(config.num_hidden_layers)
@@ -94,7 +96,8 @@ class TreeModel:
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
-        if isinstance(self.layers, int) or self.sdpa_config is None:
+        is_compiled = getattr(self.model, "_compiled_call_impl", None) or self.is_wrapped
+        if isinstance(self.layers, int) or self.sdpa_config is None or is_compiled:
             return False
         return all(
             splits_keys(device, dtype, head_dim, tokens)

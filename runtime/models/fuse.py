@@ -16,13 +16,13 @@ from sequoia_plan.runtime.models.fused_layer import (
     FUSIBLE_NORMS,
     FusedLayer,
     can_fuse,
-    fused_norm,
     has_gated_mlp,
     is_as_defined,
     plain_linear,
 )
+from sequoia_plan.runtime.models.fused_norm import fused_norm
 
-MAX_ERROR = 1e-5
+MAX_ERROR = 1e-4
 """The relative error, in float32, below which a fused layer takes the place of transformers'."""
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
 """The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
@@ -32,7 +32,11 @@ LoadWeights = Callable[[], Mapping[str, Tensor]]
 
 
 @torch.no_grad()
-def fuse(model: Any, proven: Mapping[Hashable, bool] | None = None) -> int:
+def fuse(
+    model: Any,
+    proven: Mapping[Hashable, bool] | None = None,
+    on_replaced: Callable[[nn.Module, nn.Module], None] = lambda module, fused: None,
+) -> int:
     """Replace the decoder layers of `model` by fused ones, in place, where that is possible.
 
     A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same. Norms
@@ -41,13 +45,23 @@ def fuse(model: Any, proven: Mapping[Hashable, bool] | None = None) -> int:
     layer_lists = [module for module in model.modules() if type(module) is nn.ModuleList]
     if proven is None:
         proven = try_kinds(layer for layers in layer_lists for layer in layers)
-    for layers in layer_lists:
-        for number, layer in enumerate(layers):
+    for layer_list in layer_lists:
+        for number, layer in enumerate(layer_list):
             if can_fuse(layer) and proven.get(_kind(layer)):
-                layers[number] = _fused(layer)
+                layer_list[number] = _fused(layer)
+                on_replaced(layer, layer_list[number])
     for module, name, child in _replaceable_children(model):
         if type(child).__name__ in FUSIBLE_NORMS:
             setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
+            on_replaced(child, getattr(module, name))
+    for module in model.modules():
+        layers: Any = getattr(module, "layers", None)
+        if type(layers) is nn.ModuleList:
+            norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
+            norms.append(getattr(module, "norm", None))
+            for layer, norm in zip(layers, norms, strict=True):
+                if isinstance(layer, FusedLayer):
+                    layer.next_norm = (norm,)
     return num_fused_layers(model)
 
 

@@ -6,7 +6,6 @@ products over the same input take longer than one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,9 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from sequoia_plan.runtime.base.cache import cache_among
+from sequoia_plan.runtime.base.cache import TreeCache, cache_among
 from sequoia_plan.runtime.models.attention import attend_on_cpu, attend_shared_heads
-from sequoia_plan.runtime.models.layer_operations import by_kernel, rms_norm, rotate, silu_mul
+from sequoia_plan.runtime.models.fused_norm import RMSNorm, add_before, fused_norm
+from sequoia_plan.runtime.models.layer_operations import (
+    by_kernel,
+    rotate_and_cache,
+    silu_mul,
+)
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
 """transformers' families of models whose layers and norms compute what those of this file do."""
@@ -103,6 +107,8 @@ class FusedLayer(nn.Module):
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
+    next_norm: tuple[nn.Module | None] = (None,)
+    """What reads this layer's output, which is not one of its modules."""
 
     def __init__(
         self,
@@ -147,8 +153,9 @@ class FusedLayer(nn.Module):
             attention_mask,
             cache=cache_among(options),
         )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = add_before(self.post_attention_layernorm, hidden_states, attended)
+        mlp = self.mlp(self.post_attention_layernorm(hidden_states))
+        return add_before(self.next_norm[0], hidden_states, mlp)
 
 
 def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -211,10 +218,9 @@ class FusedAttention(nn.Module):
 
         `hidden_states` float [batch, tokens, width]; returns float [batch, tokens, width].
         """
-        queries, keys, values = self.queries_keys_values(hidden_states, position_embeddings)
-        cache = cache_among(options)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
+        queries, keys, values = self.queries_keys_values(
+            hidden_states, position_embeddings, cache_among(options)
+        )
         if queries.is_cpu:
             attended = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
         else:
@@ -224,21 +230,42 @@ class FusedAttention(nn.Module):
         return self.o_proj(attended.flatten(2)), None
 
     def queries_keys_values(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, heads, tokens, dim] of normed hidden states."""
+        """Queries, keys and values [batch, heads, tokens, dim] of normed hidden states.
+
+        With a cache, keys and values are written there, and returned are all of its own.
+        """
         heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        sizes = (self.query_heads + self.key_heads, self.key_heads)
-        queries_and_keys, values = heads.split(sizes, 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = queries_and_keys.split((self.query_heads, self.key_heads), 2)
-            queries_and_keys = torch.cat((self.q_norm(queries), self.k_norm(keys)), 2)
-        if self.rotates:
-            queries_and_keys = _rotate(queries_and_keys, position_embeddings)
-        queries, keys = queries_and_keys.transpose(1, 2).split(
-            (self.query_heads, self.key_heads), 1
-        )
-        return queries, keys, values.transpose(1, 2)
+
+        def by_tensor_operations() -> tuple[Tensor, Tensor, Tensor]:
+            """What this method returns."""
+            sizes = (self.query_heads, self.key_heads)
+            queries_and_keys, values = heads.split((sum(sizes), self.key_heads), 2)
+            if self.q_norm is not None and self.k_norm is not None:
+                queries, keys = queries_and_keys.split(sizes, 2)
+                queries_and_keys = torch.cat((self.q_norm(queries), self.k_norm(keys)), 2)
+            if self.rotates:
+                queries_and_keys = _rotate(queries_and_keys, position_embeddings)
+            queries, keys = queries_and_keys.transpose(1, 2).split(sizes, 1)
+            values = values.transpose(1, 2)
+            if cache is not None:
+                keys, values = cache.update(keys, values, self.layer_idx)
+            return queries, keys, values
+
+        def in_place() -> tuple[Tensor, Tensor, Tensor]:
+            """The same by one kernel."""
+            angles = position_embeddings if self.rotates else None
+            norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
+            queries = rotate_and_cache(
+                heads, norms, angles, cache.slots, memory.keys, memory.values
+            )
+            return queries, *memory.visible()
+
+        memory: Any = cache.layers[self.layer_idx] if isinstance(cache, TreeCache) else None
+        if memory is None or not memory.is_initialized:
+            return by_tensor_operations()
+        return by_kernel("heads", heads, in_place, by_tensor_operations)
 
 
 class FusedMLP(nn.Module):
@@ -269,45 +296,6 @@ class FusedMLP(nn.Module):
         return self.act_fn(gate) * up
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467), computed in float32.
-
-    The root is the length of the vector (|x / sqrt(width)|, sqrt(epsilon)), which takes few
-    operations, and the result is rounded once. PyTorch's and transformers' norms are more. `weight`
-    float [width].
-    """
-
-    root_of_epsilon: Tensor
-
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.epsilon = epsilon
-        root = torch.tensor(math.sqrt(epsilon), device=weight.device)
-        self.register_buffer("root_of_epsilon", root, persistent=False)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """float [..., width] -> float [..., width], in the same dtype."""
-        return by_kernel(
-            "norm",
-            hidden_states,
-            lambda: rms_norm(hidden_states, self.weight, self.epsilon),
-            lambda: self._normed(hidden_states),
-        )
-
-    def _normed(self, hidden_states: Tensor) -> Tensor:
-        """`forward` by tensor operations."""
-        x = hidden_states.float()
-        root = torch.linalg.vector_norm(x, 2, -1, True).mul_(x.shape[-1] ** -0.5)
-        scaled = torch.div(x, root.hypot_(self.root_of_epsilon)).mul_(self.weight)
-        return scaled.to(hidden_states.dtype)
-
-
-def fused_norm(norm: Any, weight: Tensor, dtype: torch.dtype) -> RMSNorm:
-    """What takes the place of a norm of transformers, with a copy of `weight` in `dtype`."""
-    return RMSNorm(weight.detach().to(dtype, copy=True), norm.variance_epsilon).eval()
-
-
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
     """PyTorch's linear layer with these weights; they are not copied."""
     rows, columns = weight.shape
@@ -321,16 +309,9 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embeddings applied to heads [batch, tokens, heads, head_dim]."""
     cos, sin = position_embeddings
-
-    def rotate_by_tensor_operations() -> Tensor:
-        """What the kernel computes."""
-        first_half, second_half = heads.chunk(2, -1)
-        rotated_half = torch.cat((-second_half, first_half), -1)
-        return torch.addcmul(heads * cos.unsqueeze(2), rotated_half, sin.unsqueeze(2))
-
-    return by_kernel(
-        "rotary embedding", heads, lambda: rotate(heads, cos, sin), rotate_by_tensor_operations
-    )
+    first_half, second_half = heads.chunk(2, -1)
+    rotated_half = torch.cat((-second_half, first_half), -1)
+    return torch.addcmul(heads * cos.unsqueeze(2), rotated_half, sin.unsqueeze(2))
 
 
 def _joined_linear(

@@ -1,11 +1,11 @@
-"""Launches of the kernels of `layer_kernels.py`: norm, rotary embedding, gate of an MLP."""
+"""Launches of the kernels of `layer_kernels.py`: norm, heads with their cache, gate of an MLP."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,33 +34,47 @@ def by_kernel(
     return kernel_or_tensors((name, x.dtype), run_kernel, run_tensor_operations)
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """float [..., tokens, heads or 1, width] -> the same shape: each row normed, times `weight`."""
+def rms_norm(
+    hidden_states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """float [..., width] -> the same: the sum with `addend`, and each of its rows normed."""
     width = hidden_states.shape[-1]
-    rows = hidden_states if hidden_states.ndim > 3 else hidden_states.unsqueeze(-2)
-    rows = rows.flatten(0, -3)
-    out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    x = hidden_states.contiguous()
+    added = x if addend is None else addend.contiguous()
+    out, total = torch.empty_like(x), x if addend is None else torch.empty_like(x)
     block = _next_power_of_two(width)
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        _kernels().rms_norm[(rows.shape[0] * rows.shape[1],)](
-            rows, weight, out, rows.shape[1], rows.stride(0), rows.stride(1), width, epsilon,
+        _kernels().rms_norm[(x.numel() // width,)](
+            x, added, total, weight, out, width, epsilon, ADDS=addend is not None,
             BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
-    return out.view(hidden_states.shape)
+    return total, out
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """float [batch, tokens, heads, head_dim], rotated by angles [batch, tokens, head_dim]."""
-    rows = heads.flatten(0, 1)
-    cos, sin = (angles.expand(*heads.shape[:2], -1).contiguous() for angles in (cos, sin))
-    out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    head_dim = heads.shape[3]
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _kernels().rotate[rows.shape[:2]](
-            rows, cos, sin, out, heads.shape[2], rows.stride(0), rows.stride(1),
-            HEAD_DIM=head_dim, BLOCK=_next_power_of_two(head_dim // 2), num_warps=1,
+def rotate_and_cache(
+    heads: Tensor, norms: Sequence[Any], angles: Sequence[Tensor] | None, slots: Tensor,
+    keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    """Norm and rotate heads, and write keys and values to slots of a cache; returns the queries.
+
+    `heads` [1, tokens, heads of queries, keys and values, head_dim]; `norms` of queries and keys,
+    or none; `angles`, cosines and sines, [1, tokens, head_dim], or none; `slots` int64 [tokens];
+    `keys`, `values` [1, heads, capacity, head_dim]. Returns [1, heads, tokens, head_dim].
+    """
+    heads = heads.contiguous()
+    _, tokens, num_heads, head_dim = heads.shape
+    key_heads = keys.shape[1]
+    queries = heads.new_empty(1, tokens, num_heads - 2 * key_heads, head_dim)
+    weights = [norm.weight for norm in norms] or [heads, heads]
+    cos, sin = [each.contiguous() for each in angles or (heads, heads)]
+    with torch.cuda.device_of(heads):  # Triton launches on the current device
+        _kernels().rotate_and_cache[(tokens, num_heads)](
+            heads, *weights, cos, sin, slots, queries, keys, values, queries.shape[2], key_heads,
+            keys.stride(1), norms[0].epsilon if norms else 0.0, NORMS=bool(norms),
+            ROTATES=angles is not None, HEAD_DIM=head_dim,
+            BLOCK=_next_power_of_two(head_dim // 2), num_warps=1,
         )  # fmt: skip
-    return out
+    return queries.transpose(1, 2)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

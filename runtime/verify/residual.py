@@ -39,7 +39,7 @@ class Residual:
     Neither is normalised. R stays in the units of the target's probabilities, so that it never
     changes for tokens that the draft's vocabulary lacks. `p`, `q` float [inner nodes, draft
     vocabulary]; `uncovered_mass` float [inner nodes]; `child_terms` float [branching, 5, inner
-    nodes]; `state` float [4, inner nodes]; `accept_probs` float [branching, inner nodes].
+    nodes]; `state` float [5, inner nodes]; `accept_probs` float [branching, inner nodes].
     """
 
     p: Tensor
@@ -111,7 +111,8 @@ class Residual:
             looked_up_terms = torch.stack([p_looked_up, zeros, ones, zeros, zeros])
             child_terms[0] = torch.where(tokens >= 0, looked_up_terms, child_terms[0])
             total_mass = total_mass + torch.where(tokens >= 0, p_looked_up, 0.0)
-        state = torch.stack([zeros, zeros, ones, 1 / _positive(total_mass)])
+        # the last row counts the programs of a kernel that have ended
+        state = torch.stack([zeros, zeros, ones, 1 / _positive(total_mass), zeros])
         accept_probs = torch.zeros_like(child_terms[:, 0])
         return cls(p, q, uncovered_mass, child_terms, state, accept_probs)
 
@@ -152,7 +153,7 @@ class Residual:
         tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
         terms = self.child_terms[rank, :, places]
         p_child, q_child, inverse_d, q_factor, uniform_factor = terms.unbind()
-        c, e, a, scale = self.state[:, places].unbind()  # views: updated in place
+        c, e, a, scale = self.state[:4, places].unbind()  # views: updated in place
         r_child = torch.addcmul(p_child, c, q_child, value=-1).sub_(e)
         self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(0, 1)
         divisor = scale.clamp(min=tiny)
@@ -168,11 +169,13 @@ class Residual:
         """The same in one pass over the vocabulary, by a Triton kernel."""
         kernels = importlib.import_module("sequoia_plan.runtime.verify.residual_kernels")
         num_nodes, vocabulary = self.p.shape
+        num_blocks = -(-vocabulary // BLOCK)
         with torch.cuda.device_of(self.p):  # Triton launches on the current device
-            kernels.reject_child[(places.stop - places.start,)](
+            kernels.reject_child[(places.stop - places.start, num_blocks)](
                 self.p, self.q, self.uncovered_mass, self.child_terms, self.state,
                 self.accept_probs, places.start, rank, num_nodes, vocabulary,
-                BLOCK=BLOCK, **LAUNCH,
+                self.p.new_empty(num_nodes, num_blocks), BLOCK=BLOCK,
+                MAX_BLOCKS=1 << (num_blocks - 1).bit_length(), **LAUNCH,
             )  # fmt: skip
 
     def residual_probs(self, places: Tensor) -> Tensor:

@@ -12,33 +12,39 @@ TINY, LARGEST = tl.constexpr(1.1754944e-38), tl.constexpr(3.4028234e38)
 @triton.jit(do_not_specialize=["first", "rank"])
 def reject_child(
     p, q, uncovered_mass, child_terms, state, accept_probs, first, rank, num_nodes, vocabulary,
-    BLOCK: tl.constexpr,
+    masses, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):
     """Test and reject the child of this `rank` of each node from place `first` on.
 
-    There is one program for each node. The tensors are those of a `Residual` of so many nodes.
+    The programs are [nodes, blocks of tokens]; a node's last one to end, by the count in `state`,
+    adds up the masses of all. `masses` float [num_nodes, blocks]; the other tensors are those of a
+    `Residual` of so many nodes.
     """
-    place = first + tl.program_id(0).to(tl.int64)
+    place, block = first + tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_blocks = tl.num_programs(1)
     terms, state = child_terms + rank * 5 * num_nodes + place, state + place
-    p_child, q_child = tl.load(terms), tl.load(terms + num_nodes)
-    inverse_d, q_factor = tl.load(terms + 2 * num_nodes), tl.load(terms + 3 * num_nodes)
-    c, e = tl.load(state), tl.load(state + num_nodes)
-    a, scale = tl.load(state + 2 * num_nodes), tl.load(state + 3 * num_nodes)
-    accept_prob = tl.maximum(p_child - c * q_child - e, 0.0) * scale * inverse_d
-    tl.store(accept_probs + rank * num_nodes + place, tl.minimum(accept_prob, 1.0))
+    masses += place * num_blocks
+    q_child, q_factor = tl.load(terms + num_nodes), tl.load(terms + 3 * num_nodes)
+    old_c, old_e, scale = tl.load(state), tl.load(state + num_nodes), tl.load(state + 3 * num_nodes)
     divisor = tl.maximum(scale, TINY)
-    c = tl.minimum(c + q_factor / divisor, LARGEST)
-    e += tl.load(terms + 4 * num_nodes) / divisor
-    masses = tl.zeros([BLOCK], p.dtype.element_ty)
-    for start in range(0, vocabulary, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        cells, inside = place * vocabulary + tokens, tokens < vocabulary
-        p_of_block = tl.load(p + cells, mask=inside, other=0.0)
-        q_of_block = tl.load(q + cells, mask=inside, other=0.0)
-        masses += tl.maximum(p_of_block - c * q_of_block - e, 0.0)
-    mass = (tl.sum(masses) + tl.load(uncovered_mass + place)) * scale
-    total = tl.maximum((1 - a) + mass, TINY)
-    tl.store(state, c)
-    tl.store(state + num_nodes, e)
-    tl.store(state + 2 * num_nodes, mass / total)
-    tl.store(state + 3 * num_nodes, tl.minimum(scale / total, LARGEST))
+    c = tl.minimum(old_c + q_factor / divisor, LARGEST)
+    e = old_e + tl.load(terms + 4 * num_nodes) / divisor
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    cells, inside = place * vocabulary + tokens, tokens < vocabulary
+    p_of_block = tl.load(p + cells, mask=inside, other=0.0)
+    q_of_block = tl.load(q + cells, mask=inside, other=0.0)
+    tl.store(masses + block, tl.sum(tl.maximum(p_of_block - c * q_of_block - e, 0.0)))
+    ended = state + 4 * num_nodes
+    if tl.atomic_add(ended, 1.0) == num_blocks - 1:  # all others have read the state
+        parts = tl.arange(0, MAX_BLOCKS)
+        all_masses = tl.load(masses + parts, mask=parts < num_blocks, other=0.0, volatile=True)
+        mass = (tl.sum(all_masses) + tl.load(uncovered_mass + place)) * scale
+        accept_prob = tl.maximum(tl.load(terms) - old_c * q_child - old_e, 0.0) * scale
+        accept_prob *= tl.load(terms + 2 * num_nodes)
+        tl.store(accept_probs + rank * num_nodes + place, tl.minimum(accept_prob, 1.0))
+        total = tl.maximum((1 - tl.load(state + 2 * num_nodes)) + mass, TINY)
+        tl.store(state, c)
+        tl.store(state + num_nodes, e)
+        tl.store(state + 2 * num_nodes, mass / total)
+        tl.store(state + 3 * num_nodes, tl.minimum(scale / total, LARGEST))
+        tl.store(ended, 0.0)

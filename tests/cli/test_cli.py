@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numba
 import pytest
 import torch
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.planner.cli import pair as cli_pair
 from sequoia_plan.planner.cli import profiling
+from sequoia_plan.planner.cli.pair import when_numba_compiles
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling
@@ -293,3 +295,12 @@ def test_threads(run):
     threads = fingerprint("cpu")["threads"], torch.get_num_threads()
     torch.set_num_threads(1)
     assert threads == (2, 2)
+
+
+def test_compiling_is_announced_once():
+    announced = []
+    with when_numba_compiles(lambda: announced.append(1)):
+        function = numba.njit(lambda number: number + 1)
+        assert function(1) == function(2) - 1
+    function(1.5)  # compiled anew, outside
+    assert announced == [1]

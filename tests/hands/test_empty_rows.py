@@ -99,6 +99,7 @@ def drawn_pairs(logits, looked_up, count=6000):
         draft_pass,
         torch.tensor(logits).repeat(count, 1),
         SimpleNamespace(tokens=tokens, length=torch.zeros(1, dtype=torch.long)),
+        1 + rows,
         Sampling(1.0),
         bits,
     )

@@ -28,14 +28,14 @@ KERNELS = {
     "attend_to_part": ATTENTION,
     "merge_parts": ATTENTION,
     "rms_norm": LAYER,
-    "rotate": LAYER,
+    "rotate_and_cache": LAYER,
     "silu_mul": LAYER,
 }
 """The file of each kernel that is launched."""
 SIZES = ("first", "rank", "num_nodes", "num_tokens", "group", "num_parts", "count")
 LAUNCHES = {
     **{"attend_to_part": (None, 4), "merge_parts": (None, 4)},
-    **{"rms_norm": (4096, 8), "rotate": (64, 1), "silu_mul": (1024, 4)},
+    **{"rms_norm": (4096, 8), "rotate_and_cache": (64, 1), "silu_mul": (1024, 4)},
 }
 """BLOCK and the warps of kernels that are not launched with those of verification and drawing."""
 ALIGNED_SIZES = (
@@ -45,18 +45,19 @@ ALIGNED_SIZES = (
 )
 """Sizes that are multiples of 16 in practice, which Triton makes use of."""
 ARITHMETIC = (
-    *("p", "q", "uncovered_mass", "child_terms", "state", "accept_probs"),
+    *("p", "q", "uncovered_mass", "child_terms", "state", "accept_probs", "masses"),
     *("max_logits", "totals"),
 )
 """Pointers in the dtype of the arithmetic."""
 LOGITS = (
     *("logits", "query", "key", "value", "mask", "attended"),
-    *("x", "weight", "heads", "cos", "sin", "gate_up"),
+    *("x", "addend", "total", "weight", "heads", "q_weight", "k_weight", "cos", "sin"),
+    *("queries", "keys", "values", "gate_up"),
 )
 """Arguments in the models' dtype."""
 TYPES = {
     **dict.fromkeys(("temperature", "scale", "epsilon"), "fp32"),
-    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "num_heads"), "i32"),
+    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "query_heads", "key_heads"), "i32"),
     **dict.fromkeys(("probs", "best_keys"), "*fp32"),
     **dict.fromkeys(("part_sums", "part_totals", "part_max"), "*fp32"),
     "bits": "*i32",
@@ -110,10 +111,12 @@ def compile_variant(root, variant):
         "DTYPE": tl.float32,
         "BLOCK": block,
         **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "MAX_TOKENS": 64},
+        "MAX_BLOCKS": 32,
         "BLOCK_ROWS": rows,
         "BLOCK_KEYS": 64 if rows < 64 or variant.architecture == 90 else 32,
         "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
     }
+    constants |= dict.fromkeys(("ADDS", "NORMS", "ROTATES"), True)
     if variant.sizes == "1":
         constants |= dict.fromkeys(SIZES, 1)
     in_dtype = (*LOGITS, "out") if is_of_a_pass else LOGITS

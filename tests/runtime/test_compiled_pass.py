@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import random
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.compiled import compiled_pass as compiled_pass_module
 from sequoia_plan.runtime.compiled import target as compiled
 from sequoia_plan.runtime.compiled.eagle import compile_eagle
 from sequoia_plan.runtime.compiled.packing import in_4_bits, in_8_bits
@@ -276,7 +279,10 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
     places, mask = torch.arange(12), causal(12, 12)
     with torch.inference_mode():
         expected, outputs = draft(
-            tokens[None], features[None], places[None], {"full_attention": mask[None, None]}
+            tokens[None],
+            features[None],
+            draft.rotary_emb(features, places[None]),
+            {"full_attention": mask[None, None]},
         )
     assert compile_eagle(draft) == ""
     eagle = compiled_pass(draft)
@@ -345,3 +351,52 @@ def test_what_rounding_costs_is_said(folder):
     assert pair.metadata["target"]["weights"] == "Q4_1+Q8_0"
     [remark] = [r for r in pair.remarks if "rounded to 4 bits" in r]
     assert 0 < float(remark.split("divergence of ")[1].split()[0]) < 0.05
+
+
+def test_odd_sizes():
+    """Widths and vocabularies that are no multiples, heads of all sizes, any start and rows."""
+    rng = random.Random(0)
+    for _ in range(25):
+        name, kv_heads = rng.choice(list(MODELS)), rng.choice([1, 2, 3, 5])
+        heads = kv_heads * rng.choice([1, 2, 5])
+        model = model_of(
+            name, rng.choice([torch.float32, torch.bfloat16]), head_dim=rng.choice([32, 96, 160]),
+            hidden_size=heads * rng.choice([1, 3, 8]), intermediate_size=rng.choice([1, 32, 100]),
+            num_key_value_heads=kv_heads, num_attention_heads=heads,
+            vocab_size=rng.choice([2, 17, 257]), sliding_window=None,
+        )  # fmt: skip
+        start, rows = rng.choice([0, 1, 15, 16, 17]), rng.choice([1, 2, 8, 9, 17])
+        tokens = torch.arange(start + rows) % model.config.vocab_size
+        target = CompiledTarget(model, None, rng.choice([1, 2, 3]))
+        cache = target.new_cache(len(tokens), counts_positions=False)
+        if start:
+            read(target, cache, tokens[:start], 0)
+        logits = read(target, cache, tokens[start:], start)
+        with torch.inference_mode():
+            expected = model.float()(tokens[None]).logits[0, start:]
+        error = float((logits - expected).norm() / expected.norm())
+        assert error < (1e-5 if target.dtype == torch.float32 else 0.05)
+
+
+def test_an_interrupt_and_a_fork_leave_no_thread_waiting(monkeypatch):
+    target, tokens = CompiledTarget(model_of("Llama"), None, 3), tokens_of(5)
+
+    def logits():
+        return read(target, target.new_cache(16, counts_positions=False), tokens, 0)
+
+    expected, forward = logits(), compiled_pass_module.forward
+
+    def interrupted(worker, *arguments):
+        if worker == 0:
+            raise KeyboardInterrupt
+        forward(worker, *arguments)
+
+    monkeypatch.setattr(compiled_pass_module, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logits()
+    monkeypatch.undo()
+    assert logits().equal(expected)
+    child = os.fork()
+    if not child:
+        os._exit(0 if logits().equal(expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -103,7 +103,7 @@ def test_faults_of_machine_code_are_seen(tmp_path):
     """Controls: too many warps for the registers, an approximate logarithm, and a wrong type."""
     for file in (VERIFY, DRAWING):
         (tmp_path / file).parent.mkdir(parents=True)
-    step, wrong_step = "masses += tl.max", "masses = masses.to(tl.float64) + tl.max"
+    step, wrong_step = "tl.sum(all_masses)", "tl.sum(all_masses, 1)"
     approximate = 'tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [y], tl.float32, '
     (tmp_path / DRAWING).write_text(
         (ROOT / DRAWING).read_text().replace("tl.log(y)", f"{approximate}True, 1)")

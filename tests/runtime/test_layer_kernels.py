@@ -4,6 +4,7 @@ The kernels run on a CUDA device, or without one on the CPU, by Triton's interpr
 """
 
 import itertools
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from triton_kernels import DEVICE
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, captured_step
 from sequoia_plan.runtime.base import kernel_launch
+from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models import attention, fused_layer, layer_operations, split_keys
@@ -174,6 +176,9 @@ def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     # a kernel that cannot be compiled, a tree that is too large, another attention
     if splits_keys:
         assert decoder.step.splits_keys()
+        with monkeypatch.context() as patch:  # such passes attend by tensor operations
+            patch.setattr(decoder.step.target.model, "_compiled_call_impl", len)
+            assert not decoder.step.splits_keys()
         assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
         kernel_launch._failed_kernels.add((split_keys.KERNELS_NAME, torch.float32))
         assert not decoder.step.splits_keys() and decoder.step.extent(3) < 64
@@ -221,25 +226,50 @@ def assert_is(result, expected, *wrong):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [*zip(TOLERANCE, (1030, 8, 48), strict=True)], ids=str)
-def test_norms_of_hidden_states_and_of_heads(width, dtype):
-    """Rows of hidden states; heads are a part of a wider tensor."""
+def test_norms_of_hidden_states_of_heads_and_of_sums(width, dtype):
+    """Heads are a part of a wider tensor. The norm of a sum is that of the sum as it is kept."""
     weight = 1 + random(width, dtype=dtype, seed=1) / 4
     for x in (random(1, 5, width, dtype=dtype), random(1, 3, 7, width, dtype=dtype)[:, :, 1:5]):
-        result = layer_operations.rms_norm(x, weight, EPSILON)
+        _, result = layer_operations.rms_norm(x, weight, EPSILON)
         assert_is(result, normed(x, weight), normed(x, weight.roll(1)))
+        total, result = layer_operations.rms_norm(x, weight, EPSILON, x.roll(1, -1))
+        assert_is(total, x.double() + x.double().roll(1, -1), x.double())
+        assert_is(result, normed(total, weight), normed(x, weight))
 
 
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [*zip(TOLERANCE, (24, 128, 8), strict=True)], ids=str
 )
-def test_rotary_embeddings(head_dim, dtype):
-    """Heads are a part of the matrix product that made them; each token has its own angles."""
-    heads = random(1, 5, 9, head_dim, dtype=dtype)[:, :, :6]
+def test_heads_are_normed_rotated_and_cached(head_dim, dtype, rotates, has_norms):
+    """Six heads of queries, two of keys, two of values; each token has its own angles and slot."""
+    heads = random(1, 5, 10, head_dim, dtype=dtype)
     turns = torch.rand(1, 5, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
     angles = torch.cat((turns, turns), -1).to(DEVICE)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    wrong = rotated(heads, cos, -sin), rotated(heads, cos.roll(1, 1), sin.roll(1, 1))
-    assert_is(layer_operations.rotate(heads, cos, sin), rotated(heads, cos, sin), *wrong)
+    norms = [
+        fused_layer.RMSNorm(1 + random(head_dim, dtype=dtype, seed=s) / 4, EPSILON) for s in (1, 2)
+    ]
+    keys, values = torch.zeros(2, 1, 2, 9, head_dim, dtype=dtype, device=DEVICE)
+    slots = torch.tensor([8, 2, 3, 0, 5], device=DEVICE)
+    queries = layer_operations.rotate_and_cache(
+        heads, norms if has_norms else (), (cos, sin) if rotates else None, slots, keys, values
+    )
+
+    def expected(part, number, cos, sin, slots):
+        part = normed(part, norms[number].weight) if has_norms else part.double()
+        return rotated(part, cos, sin) if rotates else part
+
+    written = keys[:, :, slots].transpose(1, 2), values[:, :, slots].transpose(1, 2)
+    for number, (result, part) in enumerate(
+        ((queries.transpose(1, 2), heads[:, :, :6]), (written[0], heads[:, :, 6:8]))
+    ):
+        right = expected(part, number, cos, sin, slots)
+        wrong = [expected(part, 1 - number, cos, -sin, slots)] if rotates or has_norms else []
+        assert_is(result.contiguous(), right, *wrong, right.roll(1, 1))
+    assert torch.equal(written[1], heads[:, :, 8:])
+    assert keys.count_nonzero() == values.count_nonzero() == 5 * 2 * head_dim
 
 
 @pytest.mark.parametrize(("dtype", "width"), [*zip(TOLERANCE, (1500, 3, 96), strict=True)], ids=str)
@@ -250,19 +280,36 @@ def test_gates(width, dtype):
     assert_is(layer_operations.silu_mul(gate_up), gated(gate_up), wrong)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "SmolLM3"])
 def test_a_model_computes_the_same_with_kernels(name, monkeypatch):
-    """Qwen3's heads have norms. The control leaves out the rotation."""
+    """Qwen3's heads have norms, and some of SmolLM3's layers do not rotate. A layer's norms come
+    with the sums before them, and its heads are written to the cache by the kernel. The control
+    leaves out the rotation."""
     model = tiny(name).to(DEVICE)
     fuse(model)
-    tokens = torch.arange(9, device=DEVICE)[None]
+    decoder = SequoiaDecoder(model, None, TREES["root"])
+    names = []
 
     def logits():
+        tokens, target = torch.arange(9, device=DEVICE), decoder.step.target
+        cache = TreeCache(target.layers, 64, DEVICE)
+        mask = additive_mask(tokens <= tokens[:, None], model.dtype)
         with torch.inference_mode():
-            return model(tokens).logits
+            return target(cache, tokens, tokens, tokens, mask).logits
+
+    def counted(name, *functions):
+        names.append(name)
+        return kernel_launch.kernel_or_tensors(name, *functions)
 
     expected = logits()
     monkeypatch.setattr(layer_operations, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(layer_operations, "kernel_or_tensors", counted)
     assert (logits() - expected).norm() < 1e-5 * expected.norm()
-    monkeypatch.setattr(fused_layer, "rotate", lambda heads, cos, sin: heads)
+    layers = model.config.num_hidden_layers
+    counts = Counter(name for name, _ in names)
+    assert counts == {"norm": 1 + 2 * layers, "heads": layers, "gate": layers}
+    rotate = layer_operations.rotate_and_cache
+    monkeypatch.setattr(
+        fused_layer, "rotate_and_cache", lambda *args: rotate(*args[:2], None, *args[3:])
+    )
     assert (logits() - expected).norm() > 1e-3 * expected.norm()

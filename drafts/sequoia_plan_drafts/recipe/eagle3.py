@@ -180,11 +180,13 @@ def chain_logits(draft: Eagle3, batch: TextBatch, chain: int) -> Iterator[Tensor
     tokens, features = batch.tokens[:, 1:], draft.fuse(batch.hidden_states[:, :-1])
     # `batch.rows` counts a row more in each conversation, where row t there is token t
     rows = batch.rows - 1 - batch.rows // (num_rows + 1)
-    cache, positions = DynamicCache(), torch.arange(1, num_rows + 1)[None]
+    cache = DynamicCache()
+    angles = draft.rotary_emb(features, torch.arange(1, num_rows + 1)[None])
     for place in range(chain):
         masks = {FULL: chain_mask(num_rows, place)[None, None]}
-        _, outputs = draft(tokens, features, positions, masks, cache, logits_to_keep=1)
-        yield draft.logits(outputs.flatten(0, 1)[rows])
+        _, outputs = draft(tokens, features, angles, masks, cache, logits_to_keep=1)
+        drafted = outputs.flatten(0, 1)[rows]
+        yield draft.head(drafted if draft.norms.output else draft.norm(drafted))
         # the feature of a row is the output of the row before; row 0 has none before it
         features = torch.cat([outputs[:, :1], outputs[:, :-1]], 1)
 

@@ -1,0 +1,99 @@
+"""On one CUDA device, models of users run as fused layers, and stay what they were for their users.
+
+A CPU stands for the device.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from architectures import plain_text, tiny
+
+from drafts import small_pair
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import SequoiaDecoder, decoding_models
+from sequoia_plan.runtime.models.fuse import num_fused_layers
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda(monkeypatch):
+    monkeypatch.setattr(decoding_models, "compile_passes", lambda models: None)
+    monkeypatch.setattr(decoding_models, "is_on_one_cuda_device", lambda model: True)
+    monkeypatch.setattr(decoding_models, "step_graphs", lambda *args: None)
+
+
+def shape(model):
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral"])
+def test_a_users_model_is_fused_and_keeps_its_shape(name):
+    model = tiny(name)
+    expected, modules = plain_text(model, IDS, 20), shape(model)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    decoders = [SequoiaDecoder(model, tiny(name, seed=1), TREE) for _ in range(2)]
+    twins = [decoder.step.target.model for decoder in decoders]
+    assert twins[0] is twins[1] and num_fused_layers(twins[0]) == model.config.num_hidden_layers
+    assert decoders[0].generate(IDS, 20).sequences.equal(expected)
+    assert shape(model) == modules and plain_text(model, IDS, 20).equal(expected)
+    assert model.state_dict().keys() == state.keys()
+    assert all(tensor.equal(state[key]) for key, tensor in model.state_dict().items())
+
+
+def test_drafts_with_the_targets_hidden_states_are_fused():
+    target, draft = small_pair("EAGLE-3")
+    expected = plain_text(target, IDS, 20)
+    decoder = SequoiaDecoder(target, draft, TREE)
+    assert num_fused_layers(decoder.step.drafter.model) == len(draft.layers)
+    assert num_fused_layers(draft) == num_fused_layers(target) == 0
+    assert decoder.generate(IDS, 20).sequences.equal(expected)
+
+
+def in_place(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+
+
+def moved(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+def replaced(model):
+    attention = model.model.layers[1].self_attn
+    attention.k_proj.weight = torch.nn.Parameter(-attention.k_proj.weight)
+
+
+@pytest.mark.parametrize("change", [in_place, moved, replaced])
+def test_weights_that_change_are_followed(change):
+    model = tiny("Qwen3")
+    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    before = decoder.generate(IDS, 20).sequences
+    change(model)
+    expected = plain_text(model, IDS, 20)
+    assert decoder.generate(IDS, 20).sequences.equal(expected) and not expected.equal(before)
+
+
+def test_a_change_that_fused_layers_cannot_follow_is_refused():
+    model = tiny("Llama")
+    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, given, result: 2 * result)
+    with pytest.raises(SequoiaPlanError, match=r"make the decoder anew"):
+        decoder.generate(IDS, 4)
+    expected = plain_text(model, IDS, 20)
+    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    assert decoder.generate(IDS, 20).sequences.equal(expected)
+
+
+def test_layers_that_cannot_be_fused_are_told():
+    with pytest.warns(UserWarning, match="gpt_neox: transformers' own layers run"):
+        model = SequoiaDecoder(tiny("GPT-NeoX"), None, TokenTree.chain(1)).step.models.models[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once for each model
+        SequoiaDecoder(model, None, TokenTree.chain(1))
