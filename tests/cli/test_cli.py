@@ -134,7 +134,7 @@ def test_show(run, tmp_path):
         ("show profile.yaml", 1, "profile.yaml.*found no format.*sequoia-plan solve"),
         ("show --plot t.pdf", 2, "t.pdf.*expected .png or .svg"),
         ("export tree.safetensors --format onnx -o n.json", 2, "--format.*onnx.*medusa"),
-        ("import tree.safetensors", 1, "tree.safetensors.*safetensors"),
+        ("import tree.safetensors", 1, "tree.safetensors: not JSON"),
         ("generate --temperature -1", 2, "temperature.*-1.0"),
         ("generate --sampling top_p=1", 2, "--sampling.*'top_p=1'.*top_k, min_p"),
         ("generate --sampling top_k=some", 2, "'top_k=some'.*NAME=VALUE"),
