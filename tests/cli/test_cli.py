@@ -1,6 +1,7 @@
 """The command line: its contract, what it prints, and one clear line for bad input."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
