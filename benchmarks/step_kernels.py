@@ -9,10 +9,8 @@ operation moves what it reads and writes; one that looks rows up moves those row
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,6 +35,8 @@ MODULES = (
     *("verify.residual_kernels", "draft.eagle_kernels"),
 )
 """Of Triton kernels."""
+EXTENT = 8192
+"""Slots of the cache."""
 LOOK_UPS = {"index", "index_select", "embedding", "gather"}
 WRITES = {"index_copy_", "index_copy", "scatter_", "scatter", "index_put_"}
 WIDTHS = (1, 4, 9, 14, 14, 12, 10)
@@ -48,12 +48,11 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.bytes, self.names = 0, 0, Counter[str]()
+        self.count, self.bytes = 0, 0
 
-    def add(self, name: str, num_bytes: float) -> None:
+    def add(self, num_bytes: float) -> None:
         """Count one kernel."""
         self.count, self.bytes = self.count + 1, self.bytes + int(num_bytes)
-        self.names[name] += 1
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -67,7 +66,7 @@ class Kernels(TorchDispatchMode):
                 tensors = [result, result]
             elif name in WRITES:
                 tensors = [leaf for leaf in args[1:] if isinstance(leaf, Tensor)] * 2
-            self.add(name, sum(tensor.nbytes for tensor in tensors))
+            self.add(sum(tensor.nbytes for tensor in tensors))
         return result
 
     def launcher(self, name: str) -> Any:
@@ -79,7 +78,7 @@ class Kernels(TorchDispatchMode):
                 if name == "rotate_and_cache":  # it writes few slots of a cache
                     tensors = tensors[:1] * 2
                 share = grid[0] / len(tensors[0]) if name.startswith("reject") else 1
-                self.add(name, share * sum(tensor.nbytes for tensor in tensors))
+                self.add(share * sum(tensor.nbytes for tensor in tensors))
 
             return launch
 
@@ -114,43 +113,21 @@ def step_on_meta(tree: TokenTree) -> TreeStep:
         return SequoiaDecoder(pair.target, pair.draft, tree).step
 
 
-def count(step: TreeStep, extent: int, sampling: Sampling) -> dict[str, tuple[int, int]]:
-    """Kernels and bytes of each part of a step."""
-    sequence, drafter = step.sequence, step.drafter
-    sequence.reserve(extent, step.target.new_cache, drafter.new_cache if drafter else None)
-    if drafter:
-        width = step.target.model.config.hidden_size * len(drafter.aux_hidden_state_layers)
-        sequence.reserve_rows("aux_hidden_states", step.tree.size, (width,), torch.bfloat16)
+def count(step: TreeStep, extent: int, sampling: Sampling) -> Kernels:
+    """The kernels of a step, and their bytes."""
+    step.models._reserve(extent, step.tree.size)
     num_bits = step.num_parents * step.bits_per_parent(sampling)
-    sequence.bits = torch.empty(num_bits, dtype=torch.int32, device="meta")
-    parts = {}
-
-    def run(part: str, function: Any, *args: Any) -> Any:
-        """Run a part and count its kernels."""
-        kernels = Kernels()
-        stub = type("Stub", (), {"__getattr__": lambda _, name: kernels.launcher(name)})()
-        modules = dict.fromkeys((f"sequoia_plan.runtime.{name}" for name in MODULES), stub)
-        with mock.patch.dict(sys.modules, modules), kernels:
-            result = function(*args)
-        parts[part] = kernels.count, kernels.bytes
-        if "--names" in sys.argv:
-            print(part, kernels.names.most_common())
-        return result
-
-    with torch.inference_mode():
-        drafted = run("draft", step.draft, extent, sampling)
-        logits = run("target", step.forward_target, extent)
-        accepted = run("verify", step.verify, logits, drafted, sampling)
-        run("commit", step.commit, accepted)
-    return parts
+    step.sequence.bits = torch.empty(num_bits, dtype=torch.int32, device="meta")
+    kernels = Kernels()
+    stub = type("Stub", (), {"__getattr__": lambda _, name: kernels.launcher(name)})()
+    modules = dict.fromkeys((f"sequoia_plan.runtime.{name}" for name in MODULES), stub)
+    with mock.patch.dict(sys.modules, modules), torch.inference_mode(), kernels:
+        TreeStep.__call__(step, extent, sampling)
+    return kernels
 
 
-def main() -> int:
+def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--extent", type=int, default=8192, help="slots of the cache")
-    parser.add_argument("--names", action="store_true", help="list the kernels of each part")
-    options = parser.parse_args()
     patches = [
         mock.patch.object(module, name, return_value=True)
         for module, name in (
@@ -169,14 +146,9 @@ def main() -> int:
         ("64 nodes, T=.6", tree_of_64(), Sampling(0.6)),
         ("64 nodes, T=.6, top-p .9", tree_of_64(), Sampling(0.6, 0.9)),
     ):
-        parts = count(step_on_meta(tree), options.extent, sampling)
-        total = [sum(column) for column in zip(*parts.values(), strict=True)]
-        cells = [
-            f"{name} {kernels} {moved / 1e9:.3f} GB" for name, (kernels, moved) in parts.items()
-        ]
-        print(f"{title}: {total[0]} kernels, {total[1] / 1e9:.2f} GB ({'; '.join(cells)})")
-    return 0
+        kernels = count(step_on_meta(tree), EXTENT, sampling)
+        print(f"{title}: {kernels.count} kernels, {kernels.bytes / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

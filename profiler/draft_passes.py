@@ -5,7 +5,6 @@ Decoding does not need these, so they are not methods of the drafters.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -114,11 +113,9 @@ def _logits_by_step(
 ) -> Tensor:
     """`logits_over_text` step by step: each step is drafted as a chain whose tokens are known."""
     if isinstance(drafter, EagleDrafter):
-        num_levels, features = max(max(levels), 0) + 1, drafter.fuse(hidden_states)
-        commit = partial(drafter.keep_features, sequence.draft)
+        num_levels = max(max(levels), 0) + 1
     else:
-        num_levels, features = drafter.model.block.levels, hidden_states
-        commit = partial(drafter.keep_hidden_states, sequence.draft)
+        num_levels = drafter.model.block.levels
     chain = TokenTree.chain(num_levels + 1)  # the last level of a tree has no logits
     tensors = TreeTensors.of(chain, slots.device, drafter.model.dtype)
     # while a step is drafted, the sequence is as long as the text before its root
@@ -137,7 +134,8 @@ def _logits_by_step(
             known = torch.cat(rows)[: end - start]
             logits[: len(known)] = known
         logits_of_steps.append(logits)
-        commit(slots[start:end], features[start:end])
+        accepted = slots[start:end], hidden_states[start:end]
+        drafter.keep_hidden_states(sequence.draft, *accepted)
     sequence.length.copy_(length)
     return torch.cat(logits_of_steps)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
-from sequoia_plan.runtime.draft.drafter import DraftedTree
-from sequoia_plan.runtime.draft.unread import catch_up, note_accepted
+from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter
 from sequoia_plan.runtime.models import split_keys
 from sequoia_plan.runtime.models.compiled_passes import one_thread_of_torch
 from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
@@ -23,6 +24,8 @@ from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 T = TypeVar("T")
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
 """The extent is a multiple of so many slots: few shapes, little waste."""
+CATCH_UP_TOKENS = 64
+"""The most tokens that the draft may leave unread, and that it reads at once to catch up."""
 
 
 @dataclass(frozen=True)
@@ -177,3 +180,35 @@ class CapturedStep(TreeStep):
     def _key(self, part: str, *settings: Hashable) -> tuple[Hashable, ...]:
         """The key of a part's graph."""
         return part, self.tree, *settings
+
+
+def catch_up(
+    drafter: Drafter, sequence: SequenceState, tree: TokenTree, length: int, extent: int
+) -> None:
+    """Let the draft read what it has not read, if a step with `tree` needs it or it is too much.
+
+    Afterwards, all that the step may accept without the draft counts as unread, until
+    `note_accepted` says what was accepted.
+    """
+    drafts = bool(tree.num_drafted_levels)
+    is_needed = drafts and sequence.num_unread > drafter.num_read_again(tree)
+    is_full = sequence.num_unread + tree.depth > CATCH_UP_TOKENS
+    if sequence.num_unread and (is_needed or is_full):
+        # a power of two, so that passes have few shapes; slot 0 is never unread
+        count = min(1 << (sequence.num_unread - 1).bit_length(), length - 1)
+        if count > 0:
+            slots = torch.arange(length - count, length, device=sequence.tokens.device)
+            drafter.catch_up(sequence, slots, extent)
+        sequence.num_unread = 0
+    if drafts:
+        sequence.num_unread = drafter.max_unread(tree)
+    else:
+        sequence.num_unread += min(drafter.max_unread(tree) + 1, tree.depth)
+
+
+def note_accepted(sequence: SequenceState, tree: TokenTree, path: Sequence[int]) -> None:
+    """Take off what the last step, with `tree`, did not accept; `path` has the accepted nodes."""
+    num_unread = sequence.num_unread - (tree.depth - len(path))
+    # no pass reads a leaf, also one above the last level
+    ends_in_leaf = not tree.child_count[path[-1]]
+    sequence.num_unread = max(num_unread, min(ends_in_leaf, sequence.num_unread))

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.runtime.arguments import check_loaded
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Ending,
     Generation,
+    check_loaded,
     end_tokens,
     read_prompt,
     stop_criteria,

@@ -14,8 +14,12 @@ from transformers import PreTrainedModel
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.capture import is_on_one_cuda_device, step_graphs, weight_addresses
+from sequoia_plan.runtime.draft.dflash import DFlashDrafter
+from sequoia_plan.runtime.draft.dflash_model import DFlashModel
 from sequoia_plan.runtime.draft.drafter import Drafter
-from sequoia_plan.runtime.draft.registry import make_drafter
+from sequoia_plan.runtime.draft.eagle import EagleDrafter
+from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter, SelfDrafter
 from sequoia_plan.runtime.draft.self_draft import shares_cache
 from sequoia_plan.runtime.models.architecture import (
     execution_device,
@@ -175,6 +179,18 @@ class DecodingModels:
                 f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
                 "with a smaller --budget"
             )
+
+
+def make_drafter(target: Any, draft: Any, vocabulary: int, d2t: Tensor | None) -> Drafter:
+    """The drafter for a draft of `target`. `d2t` int64 [vocabulary]."""
+    drafter: Any = LanguageModelDrafter
+    if isinstance(draft, (Eagle1, Eagle3)):
+        drafter = EagleDrafter
+    elif isinstance(draft, DFlashModel):
+        drafter = DFlashDrafter
+    elif shares_cache(draft, target):
+        drafter = SelfDrafter
+    return drafter(draft, vocabulary, d2t)
 
 
 def compile_passes(models: Iterable[Any]) -> None:

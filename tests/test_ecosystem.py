@@ -218,7 +218,7 @@ def covering(tokens):
 @pytest.mark.parametrize(
     ("role", "make", "message"),
     [
-        ("target", with_quantised_inputs, "differ by what else is in the batch.*quantised"),
+        ("target", with_quantised_inputs, "quantise its weights only, not its activations"),
         ("target", lambda: Adapted(tiny("Llama"), True), "adds tokens of its own to each prompt"),
         ("draft", lambda: tiny("Llama").to("meta"), "draft: on meta, .* move the draft there"),
         ("draft", lambda: covering([1, 2, 2]), "d2t must name each"),

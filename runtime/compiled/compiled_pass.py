@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.runtime.base.cache import round_up
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.compiled.attention import QUERIES
-from sequoia_plan.runtime.compiled.cache import CompiledCache
 from sequoia_plan.runtime.compiled.forward import UNIT, Inputs, Outputs, Scratch, forward
 from sequoia_plan.runtime.compiled.packing import aligned_zeros
 from sequoia_plan.runtime.compiled.vectors import LANES
 from sequoia_plan.runtime.compiled.weights import Packed
+from sequoia_plan.runtime.models.model_state import Copy
 
 
 class Workers:
@@ -62,28 +64,60 @@ def visible_slots(mask: Tensor) -> NDArray[np.bool_]:
     return visible
 
 
+class CompiledCache(TreeCache):
+    """Keys in blocks of 16 slots, and values by slot, of all layers (see `forward.Inputs`)."""
+
+    def __init__(
+        self, layers: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype,
+        *, counts_positions: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(0, capacity, counts_positions=counts_positions)
+        slots = round_up(capacity, LANES)
+        bits = np.uint16 if dtype == torch.bfloat16 else np.uint32
+        shape = (layers, heads, slots // LANES, head_dim, LANES)
+        try:
+            self.keys = aligned_zeros(shape, bits)
+            self.values = aligned_zeros((layers, heads, slots, head_dim), bits)
+        except MemoryError as error:
+            gigabytes = 2 * np.prod(shape) * np.dtype(bits).itemsize / 1e9
+            raise SequoiaPlanError(
+                f"KV cache: {capacity} tokens need {gigabytes:.3g} GB, more than there are; lower "
+                "max_new_tokens"
+            ) from error
+
+    def commit(self, slots: Tensor, start: Tensor) -> None:
+        """See `TreeCache.commit`."""
+        super().commit(slots, start)
+        move_slots(self.keys, self.values, slots.numpy(), int(start))
+
+
+@njit(nogil=True, cache=True)
+def move_slots(keys: Any, values: Any, slots: Any, start: int) -> None:
+    """Move entries to the slots from `start` on, in ascending order."""
+    for place in range(slots.shape[0]):
+        source, target = slots[place], start + place
+        if source != target:
+            keys[:, :, target // LANES, :, target % LANES] = keys[
+                :, :, source // LANES, :, source % LANES
+            ]
+            values[:, :, target] = values[:, :, source]
+
+
 class CompiledPass:
     """Runs packed layers over rows. Its scratch memory lets one pass run at a time."""
 
     def __init__(
-        self, packed: Packed, width: int, inner_width: int, vocabulary: int, kv_heads: int,
-        rotary: Any, dtype: torch.dtype, workers: int,
+        self, packed: Packed, config: Any, vocabulary: int, rotary: Any, dtype: torch.dtype,
+        workers: int,
     ) -> None:  # fmt: skip
-        self.packed, self.width, self.vocabulary = packed, width, vocabulary
-        self.padded_width = round_up(width, UNIT)
-        self.inner_width, self.kv_heads = round_up(inner_width, UNIT), kv_heads
+        self.packed, self.width, self.vocabulary = packed, config.hidden_size, vocabulary
+        self.padded_width = round_up(self.width, UNIT)
+        self.inner_width = round_up(config.intermediate_size, UNIT)
+        self.kv_heads = config.num_key_value_heads
         self.rotary_embedding, self.dtype = rotary, dtype
         self.workers = Workers(workers)
         self.rotary = np.zeros((0, 2, packed.model.head_dim // 2), np.float32)
         self.scratch_rows = self.scratch_slots = 0
-
-    def new_cache(self, capacity: int, *, counts_positions: bool = False) -> CompiledCache:
-        """A cache for a sequence of up to so many slots."""
-        model = self.packed.model
-        return CompiledCache(
-            len(model.matrices), self.kv_heads, model.head_dim, capacity, self.dtype,
-            counts_positions=counts_positions,
-        )  # fmt: skip
 
     def __call__(
         self, cache: CompiledCache, x: NDArray[np.float32], positions: NDArray[np.int64],
@@ -149,3 +183,23 @@ class CompiledPass:
             gate=floats(rows, self.inner_width),
             up=floats(rows, self.inner_width),
         )
+
+
+class CompiledModel(Copy):
+    """A model's packed weights, which its passes run with; pickled or copied, they are packed anew
+    before they are used."""
+
+    runner: CompiledPass
+
+    @property
+    def formats(self) -> str:
+        """The formats of its weights, as files record them."""
+        return "+".join(self.runner.packed.formats)
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
+        """A cache for a sequence of up to so many slots."""
+        runner, model = self.runner, self.runner.packed.model
+        return CompiledCache(
+            len(model.matrices), runner.kv_heads, model.head_dim, capacity, runner.dtype,
+            counts_positions=counts_positions,
+        )  # fmt: skip

@@ -12,18 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.runtime.base.sequence import SequenceState
-from sequoia_plan.runtime.compiled.cache import CompiledCache
-from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass, visible_slots
+from sequoia_plan.runtime.compiled.compiled_pass import (
+    CompiledCache,
+    CompiledModel,
+    CompiledPass,
+    visible_slots,
+)
 from sequoia_plan.runtime.compiled.forward import UNIT, project, put_side_by_side
 from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
 from sequoia_plan.runtime.compiled.vectors import LANES
 from sequoia_plan.runtime.compiled.weights import Embedding, blocks_of, describe, pack_model
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
-from sequoia_plan.runtime.models.model_state import Copy, State, Watch, copied, weights
+from sequoia_plan.runtime.models.model_state import State, Watch, copied, weights
 
 
-class CompiledEagle(Copy):
+class CompiledEagle(CompiledModel):
     """Runs the passes of a draft that reads tokens with features (`draft.eagle_model.Eagle3`)."""
 
     def __init__(self, draft: Any) -> None:
@@ -42,9 +46,8 @@ class CompiledEagle(Copy):
         self.fc = pack(in_8_bits(blocks_of(draft.fc.weight)), Arena())
         self.described_fc = describe(self.fc)
         self.runner = CompiledPass(
-            packed, config.hidden_size, config.intermediate_size, len(head.weight),
-            config.num_key_value_heads, draft.rotary_emb, self.dtype, 1,
-        )  # fmt: skip
+            packed, config, len(head.weight), draft.rotary_emb, self.dtype, workers=1
+        )
         self.embed = Embedding(draft.get_input_embeddings())
         self.norms = [
             norm.weight.detach().float().numpy()
@@ -57,15 +60,6 @@ class CompiledEagle(Copy):
     def why_not(self, draft: Any, names: Collection[str]) -> str:
         """See `Copy`."""
         return why_not(draft)
-
-    @property
-    def formats(self) -> str:
-        """The formats of its weights, as files record them."""
-        return "+".join(self.runner.packed.formats)
-
-    def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
-        """A cache for a sequence of up to so many slots."""
-        return self.runner.new_cache(capacity, counts_positions=counts_positions)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`: [rows, states * width] -> float32 [rows, width]."""

@@ -68,10 +68,6 @@ class Matrix:
     tiles: NDArray[np.uint8]
     scales: NDArray[np.uint8]
 
-    def __reduce__(self) -> Any:
-        """For pickle and copies, whose memory is aligned again."""
-        return _aligned_matrix, (vars(self),)
-
     @property
     def padded_outputs(self) -> int:
         """Numbers that a product writes: outputs, then zeros."""
@@ -81,15 +77,6 @@ class Matrix:
     def encoded_bytes(self) -> int:
         """Bytes of a row as its products read it."""
         return encoded_bytes(FORMATS[self.format], self.encoding, self.inputs)
-
-
-def _aligned_matrix(matrix: dict[str, Any]) -> Matrix:
-    """A matrix whose arrays are copied to aligned memory."""
-    for name in ("tiles", "scales"):
-        aligned = aligned_zeros(matrix[name].shape)
-        aligned[:] = matrix[name]
-        matrix = matrix | {name: aligned}
-    return Matrix(**matrix)
 
 
 class Arena:

@@ -17,8 +17,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sequoia_plan.runtime.compiled.cache import CompiledCache
-from sequoia_plan.runtime.compiled.compiled_pass import CompiledPass, visible_slots
+from sequoia_plan.runtime.compiled.compiled_pass import (
+    CompiledCache,
+    CompiledModel,
+    CompiledPass,
+    visible_slots,
+)
 from sequoia_plan.runtime.compiled.forward import UNIT
 from sequoia_plan.runtime.compiled.packing import in_4_bits, in_8_bits
 from sequoia_plan.runtime.compiled.weights import DTYPES, Embedding, GgufWeights, pack_model
@@ -26,7 +30,7 @@ from sequoia_plan.runtime.models.architecture import attention_window, rope_chan
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
-from sequoia_plan.runtime.models.model_state import Copy, Watch, copied, numbers_of
+from sequoia_plan.runtime.models.model_state import Watch, copied, numbers_of
 
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 BIASED = ("q_proj", "k_proj", "v_proj")
@@ -91,7 +95,7 @@ def _has_numbers_of(module: Any, other: Any) -> bool:
     return {name: vars(module).get(name) for name in others} == others
 
 
-class CompiledTarget(Copy):
+class CompiledTarget(CompiledModel):
     """Runs a model's passes; `gguf` is the file that the model was converted from, if its own bits
     are to be used; `bits` 8 or 4: the model's own weights are rounded to these.
     """
@@ -107,14 +111,15 @@ class CompiledTarget(Copy):
     def pack(self, model: Any) -> None:
         """Take over the model's weights."""
         config, base = model.config, model.model
-        file = GgufWeights(self.gguf, config) if self.gguf else None
+        head_dim = base.layers[0].self_attn.head_dim
+        file = GgufWeights(self.gguf, head_dim) if self.gguf else None
         self.dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
         packed = pack_model(
             list(base.layers),
             base.norm,
             model.lm_head,
             config,
-            base.layers[0].self_attn.head_dim,
+            head_dim,
             self.dtype.itemsize,
             file.blocks if file else None,
             file.head() if file else None,
@@ -122,9 +127,8 @@ class CompiledTarget(Copy):
         )
         self.embed = file.embed if file else Embedding(base.embed_tokens)
         self.runner = CompiledPass(
-            packed, config.hidden_size, config.intermediate_size, len(model.lm_head.weight),
-            config.num_key_value_heads, base.rotary_emb, self.dtype, self.num_workers,
-        )  # fmt: skip
+            packed, config, len(model.lm_head.weight), base.rotary_emb, self.dtype, self.num_workers
+        )
         self.watch.look(model)
 
     def why_not(self, model: Any, names: Collection[str]) -> str:
@@ -171,10 +175,6 @@ class CompiledTarget(Copy):
             agreements.append(exact.argmax(-1) == rounded.argmax(-1))
         return float(torch.cat(divergences).mean()), float(torch.cat(agreements).double().mean())
 
-    def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
-        """A cache for a sequence of up to so many slots."""
-        return self.runner.new_cache(capacity, counts_positions=counts_positions)
-
     def __call__(
         self, cache: CompiledCache, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor,
         logits_to_keep: int = 0, layers: Sequence[int] = (),
@@ -182,11 +182,6 @@ class CompiledTarget(Copy):
         """One pass over tokens; see `CompiledPass`."""
         rows = positions.numpy(), slots.numpy(), visible_slots(mask)
         return self.runner(cache, self.embed(tokens.numpy()), *rows, logits_to_keep, layers)
-
-    @property
-    def formats(self) -> str:
-        """The formats of its weights, as files record them."""
-        return "+".join(self.runner.packed.formats)
 
 
 def compile_target(model: Any, gguf: Path | None = None, bits: int | None = None) -> str:

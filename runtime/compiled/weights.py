@@ -39,11 +39,6 @@ class Packed:
     model: Model
     matrices: list[Matrix]
     formats: tuple[str, ...]
-    key_bytes: int
-
-    def __reduce__(self) -> Any:
-        """For pickle and copies, whose matrices are elsewhere."""
-        return _described_anew, (self.model, self.matrices, self.formats, self.key_bytes)
 
 
 def blocks_of(weight: Tensor) -> Blocks:
@@ -114,20 +109,7 @@ def pack_model(
         heads=config.num_attention_heads,
         head_dim=head_dim,
     )
-    return Packed(model, packed, tuple(sorted({FORMATS[m.format].name for m in packed})), key_bytes)
-
-
-def _described_anew(
-    model: Model, matrices: list[Matrix], formats: tuple[str, ...], key_bytes: int
-) -> Packed:
-    """Packed weights whose model has the addresses of `matrices`, which were copied."""
-    *rows, head = (describe(matrix) for matrix in matrices)
-    model = model._replace(
-        matrices=np.array(rows).reshape(model.matrices.shape),
-        head=head,
-        attend=attender(key_bytes).address,
-    )
-    return Packed(model, matrices, formats, key_bytes)
+    return Packed(model, packed, tuple(sorted({FORMATS[m.format].name for m in packed})))
 
 
 def _stacked(rows: Any) -> NDArray[np.float32]:
@@ -149,11 +131,11 @@ class Embedding:
 class GgufWeights:
     """The matrices of a GGUF file that a model was converted from."""
 
-    def __init__(self, file: Path, config: Any) -> None:
+    def __init__(self, file: Path, head_dim: int) -> None:
         from gguf import GGUFReader  # of the extra gguf
 
         # the reader itself is not kept: its vocabulary takes more memory than the matrices
-        reader, self.config = GGUFReader(file), config
+        reader, self.head_dim = GGUFReader(file), head_dim
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = str(reader.fields["general.architecture"].contents())
 
@@ -163,7 +145,7 @@ class GgufWeights:
         if self.architecture != "llama" or name not in ("self_attn.q_proj", "self_attn.k_proj"):
             return blocks
         # llama.cpp rotates neighbours where transformers rotates the halves of a head
-        order = np.arange(len(blocks.numbers)).reshape(-1, self._head_dim(name) // 2, 2)
+        order = np.arange(len(blocks.numbers)).reshape(-1, self.head_dim // 2, 2)
         return blocks.rows(order.transpose(0, 2, 1).reshape(-1))
 
     def head(self) -> Blocks:
@@ -174,10 +156,3 @@ class GgufWeights:
     def embed(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """The embeddings of tokens (int64 [n]), float32 [n, width]."""
         return read_blocks(self.tensors["token_embd.weight"], tokens).dense()
-
-    def _head_dim(self, name: str) -> int:
-        """The numbers of one head."""
-        config = self.config
-        return int(
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )

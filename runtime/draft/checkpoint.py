@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,6 @@ class Checkpoint:
         """Is the layout that of the library speculators?"""
         return self.config.get("speculators_model_type") is not None
 
-    def error(self, message: str) -> SequoiaPlanError:
-        """An error about this draft."""
-        return SequoiaPlanError(
-            f"{self.folder}: {message}; get the draft again, or use one made for this target"
-        )
-
 
 def find_checkpoint(source: str) -> Checkpoint | None:
     """Read the draft in a folder or under a hub ID if it reads hidden states; None otherwise."""
@@ -80,6 +75,20 @@ def find_checkpoint(source: str) -> Checkpoint | None:
     }
     used = {name: weights[name] for name in weights.keys() - UNUSED_TENSORS}
     return Checkpoint(source, algorithm or EAGLE1, config, used)
+
+
+@contextmanager
+def errors_of(draft: str | Path, meaning: str = "") -> Iterator[None]:
+    """A context whose errors name the draft, and others than our own with their `meaning`."""
+    try:
+        yield
+    except Exception as error:  # torch and transformers raise errors of many types
+        reason = str(error)
+        if not isinstance(error, SequoiaPlanError):
+            reason = f"{meaning}{type(error).__name__}: {one_line(error)}"
+        raise SequoiaPlanError(
+            f"{draft}: {reason}; get the draft again, or use one made for this target"
+        ) from error
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor], like: Tensor) -> None:

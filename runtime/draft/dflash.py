@@ -82,12 +82,6 @@ class DFlashDrafter(HiddenStateDrafter):
             logits = logits.index_select(0, draft_pass.logit_rows)
         return ForwardOutput(logits)
 
-    def commit(self, sequence: SequenceState, path: Tensor) -> None:
-        """Cache keys and values made of the target's hidden states of the nodes in `path`."""
-        slots = sequence.length + torch.arange(path.numel(), device=path.device)
-        hidden_states = sequence.aux_hidden_states.index_select(0, path)
-        self.keep_hidden_states(sequence.draft, slots, hidden_states)
-
     def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Cache the target's hidden states [tokens, width] of the committed tokens in `slots`."""
         positions = slots[None]  # committed tokens: a slot is a position

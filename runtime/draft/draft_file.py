@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.runtime.base.errors import one_line
-from sequoia_plan.runtime.draft.checkpoint import load_weights
+from sequoia_plan.runtime.draft.checkpoint import errors_of, load_weights
 from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 from sequoia_plan.runtime.models.vocabulary import check_d2t
 
@@ -107,13 +106,8 @@ def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
     input embeddings are the target's.
     """
     settings, tensors = _read(path)
-    try:
+    with errors_of(path):
         return _load(settings, tensors, target)
-    except Exception as error:  # torch and transformers raise errors of many types
-        kind = "" if isinstance(error, SequoiaPlanError) else f"{type(error).__name__}: "
-        raise SequoiaPlanError(
-            f"{path}: {kind}{one_line(error)}; get the draft again, or use one made for this target"
-        ) from error
 
 
 def _load(settings: dict[str, Any], tensors: dict[str, Tensor], target: Any) -> LlamaForCausalLM:

@@ -123,6 +123,15 @@ class HiddenStateDrafter(Drafter):
         self.feature_dtype = torch.float32 if self.compiled_pass else model.dtype
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
 
+    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+        """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
+
+    def commit(self, sequence: SequenceState, path: Tensor) -> None:
+        """Keep the hidden states that the target's pass has recorded of the nodes in `path`."""
+        slots = sequence.length + torch.arange(path.numel(), device=path.device)
+        hidden_states = sequence.aux_hidden_states.index_select(0, path)
+        self.keep_hidden_states(sequence.draft, slots, hidden_states)
+
 
 def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
     """One pass for each level that has drafted children, over its nodes with children.

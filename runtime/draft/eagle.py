@@ -79,7 +79,7 @@ class EagleDrafter(HiddenStateDrafter):
         feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
         inputs = torch.cat([feature_before, features[:-1]])
         self._read_committed(cache, tokens, inputs, slots, mask.shape[1])
-        self.keep_features(cache, slots[-RECENT:], features[-RECENT:])
+        cache.recent_features.index_copy_(0, slots[-RECENT:] % RECENT, features[-RECENT:])
 
     def forward(
         self,
@@ -162,24 +162,15 @@ class EagleDrafter(HiddenStateDrafter):
         features = cache.recent_features[(slots - 1) % RECENT]
         self._read_committed(cache, sequence.tokens[slots], features, slots, extent)
 
-    def commit(self, sequence: SequenceState, path: Tensor) -> None:
-        """Keep the features of the nodes in `path` (int64 [depth]), made of hidden states.
-
-        The target's pass over the tree has recorded these hidden states in the sequence. Nothing in
-        the cache is moved: the next first pass reads the accepted tokens again.
-        """
-        slots = sequence.length + torch.arange(path.numel(), device=path.device)
-        hidden_states = sequence.aux_hidden_states.index_select(0, path)
-        self.keep_features(sequence.draft, slots, self.fuse(hidden_states))
-
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
         model = self.compiled_pass or self.model
         return model.fuse(hidden_states)
 
-    def keep_features(self, cache: Any, slots: Tensor, features: Tensor) -> None:
-        """Record features [tokens, hidden size] of the committed tokens in `slots`."""
-        cache.recent_features.index_copy_(0, slots % RECENT, features)
+    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+        """Record the features that hidden states make. Nothing in the cache is moved: the next
+        first pass reads the accepted tokens again."""
+        cache.recent_features.index_copy_(0, slots % RECENT, self.fuse(hidden_states))
 
     def _read_committed(
         self, cache: TreeCache, tokens: Tensor, features: Tensor, slots: Tensor, extent: int

@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.errors import one_line
-from sequoia_plan.runtime.draft.checkpoint import DFLASH, EAGLE1, EAGLE3, Checkpoint, load_weights
+from sequoia_plan.runtime.draft.checkpoint import (
+    DFLASH,
+    EAGLE1,
+    EAGLE3,
+    Checkpoint,
+    errors_of,
+    load_weights,
+)
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
@@ -81,24 +87,15 @@ values that they may have; those of `ANY` are checked where they are read."""
 
 def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> HiddenStateDraft:
     """Build the draft, in `dtype` and on the device where the target computes."""
-    try:
-        with torch.device("meta"):
-            draft = _build(checkpoint, target)
-    except SequoiaPlanError:
-        raise
-    except Exception as error:  # torch and transformers raise errors of many types
-        raise checkpoint.error(
-            f"its config.json makes no {checkpoint.algorithm} draft for this target "
-            f"({type(error).__name__}: {one_line(error)})"
-        ) from error
     device = execution_device(target)
     weights = {
         name: checkpoint.weights[name] for name in checkpoint.weights.keys() - {"d2t", "t2d"}
     }
-    try:
+    meaning = f"its config.json makes no {checkpoint.algorithm} draft for this target: "
+    with errors_of(checkpoint.folder, meaning):
+        with torch.device("meta"):
+            draft = _build(checkpoint, target)
         load_weights(draft, weights, torch.empty(0, dtype=dtype, device=device))
-    except SequoiaPlanError as error:
-        raise checkpoint.error(str(error)) from error
     # the buffers of rotary embeddings are computed, not loaded
     draft.rotary_emb = type(draft.rotary_emb)(draft.config).to(device)
     draft.d2t = None if draft.d2t is None else draft.d2t.to(device)
@@ -167,19 +164,19 @@ def _layer_config(checkpoint: Checkpoint, target: Any) -> Any:
     settings = {"model_type": "llama", "num_hidden_layers": num_layers, **section}
     model_types = ("qwen3",) if checkpoint.algorithm == DFLASH else tuple(LAYER_CLASSES)
     if settings["model_type"] not in model_types:
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"layers of model_type {settings['model_type']!r:.60}, expected "
             f"{' or '.join(model_types)}"
         )
     if settings["num_hidden_layers"] != num_layers:
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"num_hidden_layers: found {settings['num_hidden_layers']!r:.60}, its weights have "
             f"{num_layers}"
         )
     layer_config = LAYER_CLASSES[settings["model_type"]][0](**settings)
     vocabulary = text_config(target).vocab_size
     if layer_config.vocab_size != vocabulary:
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"vocab_size: made for a target of {layer_config.vocab_size} tokens, this one has "
             f"{vocabulary}"
         )
@@ -204,7 +201,7 @@ def _d2t(checkpoint: Checkpoint, target: Any) -> Tensor | None:
         and (t2d is None or tokens == set(t2d.nonzero().flatten().tolist()))
     )
     if not is_valid:
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             "d2t: expected offsets (target token = draft token + d2t[draft token]) that name "
             "distinct tokens of the target, those that t2d marks"
         )
@@ -220,7 +217,7 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, 
         if LIKE_LAYER_IDS.search(name.rpartition(".")[2]) and value is not None
     }
     if unknown_keys := sorted(layer_ids.keys() - keys):
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"found layer ids as {unknown_keys[0]}, whose numbers no known trainer of this layout "
             f"writes; expected {keys[0] if keys else 'none'}"
         )
@@ -239,7 +236,7 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, 
         and all(_is_int(number) and 0 <= number + shift <= num_layers for number in ids)
     )
     if not is_valid:
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"{key}: found {ids!r:.60}, expected distinct numbers of this target's hidden states, "
             f"{-shift} to {num_layers - shift}"
         )
@@ -263,9 +260,9 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     section_name = "dflash_config" if checkpoint.algorithm == DFLASH else "eagle_config"
     section = checkpoint.config.get(section_name) or {}
     if not isinstance(section, Mapping):
-        raise checkpoint.error(f"{section_name}: found {section!r:.60}, expected a section")
+        raise SequoiaPlanError(f"{section_name}: found {section!r:.60}, expected a section")
     if unknown_keys := sorted(key for key in section.keys() - known if section[key]):
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"{section_name}.{unknown_keys[0]}: a variant that is not known; expected "
             f"{', '.join(sorted(known))}"
         )
@@ -273,7 +270,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     for key, values in known.items():
         value = settings.get(key)
         if values and value is not None and json.dumps(value) not in map(json.dumps, values):
-            raise checkpoint.error(f"{key}: found {value!r:.60}, expected one of {values}")
+            raise SequoiaPlanError(f"{key}: found {value!r:.60}, expected one of {values}")
     return settings
 
 
@@ -286,12 +283,12 @@ def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: An
     size, mask_token = settings.get("block_size"), settings.get("mask_token_id")
     num_embeddings = target.get_input_embeddings().num_embeddings
     if not (_is_int(size) and 2 <= size <= MAX_BLOCK_SIZE and _is_int(mask_token)):
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"block_size, mask_token_id: found {size!r:.20} and {mask_token!r:.20}, expected whole "
             f"numbers, and 2 to {MAX_BLOCK_SIZE} tokens"
         )
     if not 0 <= mask_token < num_embeddings:
-        raise checkpoint.error(
+        raise SequoiaPlanError(
             f"mask_token_id: found {mask_token}, this target's tokens are 0 to {num_embeddings - 1}"
         )
     return DraftBlock(

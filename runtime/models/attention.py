@@ -25,8 +25,6 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 """transformers' attention implementations that take a tree's mask."""
 IMPLEMENTATION = "sequoia_plan"
 """The name under which transformers knows the attention of this module."""
-MAX_ROW_TOKENS = 8
-"""In passes over so many tokens, bfloat16 heads that share keys are rows of one head on the CPU."""
 
 _slots: ContextVar[Tensor | None] = ContextVar("slots", default=None)
 """Where the keys of the running pass's own tokens are, none of which sees a later slot."""
@@ -93,42 +91,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     attended: Tensor = attend(query, key, value, mask, False, scale=scale)[0]
     return attended
-
-
-def attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float
-) -> Tensor:
-    """Attention by PyTorch's CPU kernel, which reads keys and values that heads share in place.
-
-    In bfloat16, that kernel takes several times as long for one row of a head as for two. So heads
-    that share keys are rows of one head where few tokens attend, and a single row is there twice.
-    Most results are the same, bit for bit; a few differ in the last bit. `query` [sequences, heads,
-    tokens, head_dim]; `key`, `value` [sequences, shared heads, extent, head_dim].
-    """
-    attend = partial(
-        nn.functional.scaled_dot_product_attention, key=key, value=value, scale=scaling
-    )
-    tokens, heads_per_key = query.shape[2], query.shape[1] // key.shape[1]
-    has_one_mask_row = tokens == 1 or attention_mask is not None
-    if query.dtype != torch.bfloat16 or tokens > MAX_ROW_TOKENS or not has_one_mask_row:
-        is_causal = attention_mask is None and tokens > 1
-        attended = attend(
-            query, attn_mask=attention_mask, is_causal=is_causal, enable_gqa=heads_per_key > 1
-        )
-        return attended.transpose(1, 2)
-    rows = query.unflatten(1, (-1, heads_per_key)).flatten(2, 3)
-    copies = heads_per_key
-    if rows.shape[2] == 1:
-        rows, copies = rows.expand(-1, -1, 2, -1), 2
-    if attention_mask is not None:
-        is_one_row = tokens == 1  # which takes no copy
-        attention_mask = (
-            attention_mask.expand(-1, -1, copies, -1)
-            if is_one_row
-            else attention_mask.repeat(1, 1, copies, 1)
-        )
-    attended = attend(rows, attn_mask=attention_mask)[:, :, : heads_per_key * tokens]
-    return attended.unflatten(2, (heads_per_key, tokens)).flatten(1, 2).transpose(1, 2)
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_shared_heads)

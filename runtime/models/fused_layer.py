@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from sequoia_plan.runtime.base.cache import TreeCache, cache_among
-from sequoia_plan.runtime.models.attention import attend_on_cpu, attend_shared_heads
+from sequoia_plan.runtime.models.attention import attend_shared_heads
 from sequoia_plan.runtime.models.fused_norm import RMSNorm, add_before, fused_norm
 from sequoia_plan.runtime.models.layer_operations import (
     by_kernel,
@@ -221,12 +221,9 @@ class FusedAttention(nn.Module):
         queries, keys, values = self.queries_keys_values(
             hidden_states, position_embeddings, cache_among(options)
         )
-        if queries.is_cpu:
-            attended = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
-        else:
-            attended, _ = attend_shared_heads(
-                self, queries, keys, values, attention_mask, scaling=self.scaling
-            )
+        attended, _ = attend_shared_heads(
+            self, queries, keys, values, attention_mask, scaling=self.scaling
+        )
         return self.o_proj(attended.flatten(2)), None
 
     def queries_keys_values(

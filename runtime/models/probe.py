@@ -91,43 +91,14 @@ def _try_tree(model: Any) -> CacheLayout:
         return cache.layout
     if error != error:  # NaN
         reason = "its logits are not finite; the weights are damaged or the dtype overflows"
-    elif (batch_error := _batch_error(tree_model)) >= bound:
-        reason = (
-            f"its logits of one text differ by what else is in the batch (relative error "
-            f"{batch_error:.2g}), as where activations are quantised while it runs; quantise its "
-            "weights only"
-        )
     else:
-        quantised_by = _quantised_by(model)
         reason = (
             "cannot decode with a token tree, its logits there differ from those of the plain "
-            f"sequence (relative error {error:.2g}, expected less than {bound:.2g}); "
-        ) + (
-            f"it is quantised ({quantised_by}): quantise its weights only"
-            if quantised_by
-            else "only attention that follows position_ids and the attention mask can, ALiBi and "
-            "recurrent layers cannot"
+            f"sequence (relative error {error:.2g}, expected less than {bound:.2g}); only "
+            "attention that follows position_ids and the attention mask can, ALiBi and recurrent "
+            "layers cannot; where it is quantised, quantise its weights only, not its activations"
         )
     raise SequoiaPlanError(f"{model_type(model)}: {reason}")
-
-
-def _quantised_by(model: Any) -> str:
-    """The name of what quantised the model's weights: a class of tensors; "" if nothing did."""
-    for parameter in model.parameters():
-        if type(parameter) not in (Tensor, torch.nn.Parameter) or not parameter.is_floating_point():
-            return type(parameter.data).__name__
-    return ""
-
-
-def _batch_error(tree_model: TreeModel) -> float:
-    """The relative error of the logits of one plain sequence, alone and in a batch of three."""
-    tokens = _random_tokens(tree_model)
-    sequences = torch.stack([tokens, tokens.roll(1), tokens.roll(2)])
-    in_batch = tree_model.model(input_ids=sequences, use_cache=False).logits[0, -1]
-    prefix = tree_model.model(input_ids=sequences[:1, : PREFIX + 1], use_cache=False).logits[0, -1]
-    whole = tree_model.model(input_ids=sequences[:1], use_cache=False).logits[0]
-    errors = (_relative_error(whole[-1], in_batch), _relative_error(prefix, whole[PREFIX]))
-    return float(torch.stack(errors).max())
 
 
 def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from sequoia_plan.runtime.verify import sequoia, specinfer, spectr, topk, traversal
+from sequoia_plan.runtime.verify import spectr, topk, traversal
 from sequoia_plan.runtime.verify.acceptance import (
     Acceptance,
     AcceptedPath,
@@ -21,7 +21,7 @@ from sequoia_plan.runtime.verify.acceptance import (
     sample_path,
 )
 from sequoia_plan.runtime.verify.greedy import greedy
-from sequoia_plan.runtime.verify.residual import without_looked_up
+from sequoia_plan.runtime.verify.residual import sequoia, specinfer, without_looked_up
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 __all__ = [
@@ -45,9 +45,9 @@ LOOKUP_VERIFIERS = ("sequoia", "traversal")
 
 
 VERIFIERS: dict[str, Verifier] = {
-    "sequoia": sequoia.acceptance,
+    "sequoia": sequoia,
     "traversal": traversal.acceptance,
-    "specinfer": specinfer.acceptance,
+    "specinfer": specinfer,
     "spectr": spectr.acceptance,
     "topk": topk.acceptance,
 }

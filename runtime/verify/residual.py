@@ -77,7 +77,6 @@ class Residual:
             uncovered_mass = torch.zeros_like(mass)
         else:
             uncovered_mass = (probs.sum(-1) - mass).clamp_(min=0)
-        q_at_children = q.gather(1, children)
         has_drawn_child = order.has_child
         if looked_up is not None:
             has_drawn_child = has_drawn_child.clone()
@@ -86,7 +85,7 @@ class Residual:
             children[:, 0] = torch.where(
                 has_drawn_child[:, 0], children[:, 0], children[:, min(1, children.shape[1] - 1)]
             )
-            q_at_children = q.gather(1, children)
+        q_at_children = q.gather(1, children)
         if removes_rejected:
             masses = _undrawn_masses(q, q_at_children, children, has_drawn_child)
         else:
@@ -189,7 +188,7 @@ def sequential_acceptance(
     draft_probs: Tensor,
     drawn: Tensor,
     index: TreeIndex,
-    d2t: Tensor | None,
+    d2t: Tensor | None = None,
     looked_up: Tensor | None = None,
     *,
     removes_rejected: bool,
@@ -203,6 +202,40 @@ def sequential_acceptance(
     child_probs = first_accepted_probs(residual.accept_probs.t())
     end_probs = end_probs_from_root(child_probs, index)
     return Acceptance(end_probs, residual.residual_probs, order)
+
+
+sequoia = partial(sequential_acceptance, removes_rejected=True)
+"""Sequoia (Chen et al., arXiv 2402.12374, Algorithm 1), for children drawn without replacement.
+
+At every node:
+
+    R, D = the target's probabilities, the draft's probabilities
+    for each child s in draw order:
+        accept s with probability min(1, R[s] / D[s]); if rejected:
+        R = norm(max(R - D, 0));  D[s] = 0;  D = norm(D)
+    draw the bonus token from R
+
+A first child that is looked up has D[s] = 1, and D = 0 for all other tokens; the D of the later
+children is the draft's without s.
+
+What happens at a node does not depend on how it was reached, so all nodes are computed side by
+side.
+"""
+
+specinfer = partial(sequential_acceptance, removes_rejected=False)
+"""SpecInfer (Miao et al., arXiv 2305.09781): Sequoia's rule on independent draws.
+
+At every node:
+
+    R, D = the target's probabilities, the draft's probabilities
+    for each child s in draw order:
+        accept s with probability min(1, R[s] / D[s]); if rejected:
+        R = norm(max(R - D, 0))
+    draw the bonus token from R
+
+If a token is drawn a second time, it was rejected before, so R is 0 there: a duplicate child
+is never accepted.
+"""
 
 
 def without_looked_up(target_probs: TargetProbs, looked_up: Tensor) -> TargetProbs:

@@ -11,7 +11,7 @@ from operations import Operations
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.models.attention import attend_on_cpu
+from sequoia_plan.runtime.models.attention import attend_shared_heads
 from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error, num_fused_layers
 from sequoia_plan.runtime.models.fused_layer import can_fuse
 
@@ -96,11 +96,11 @@ def test_the_trial_of_a_layer_shows_what_is_wrong(wrong, monkeypatch):
             lambda self, weight, epsilon: made(self, weight, epsilon * 1.2),
         )
     elif wrong == "scaling":
-        attend = fused_layer.attend_on_cpu
+        attend = fused_layer.attend_shared_heads
         monkeypatch.setattr(
             fused_layer,
-            "attend_on_cpu",
-            lambda *args: attend(*args[:-1], args[-1] * 1.001),  # the last one is the scaling
+            "attend_shared_heads",
+            lambda *args, scaling: attend(*args, scaling=scaling * 1.001),
         )
     else:
         rotate = fused_layer._rotate
@@ -169,30 +169,23 @@ def test_the_embedded_pair_is_fused(draft):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9])
 @pytest.mark.parametrize(("heads", "shared_heads"), [(6, 2), (3, 3), (4, 1)])
-def test_attention_over_few_tokens_is_that_of_pytorch(heads, shared_heads, tokens, dtype):
-    """In rows of shared heads, and with a single row twice."""
+def test_attention_with_shared_heads_is_that_of_pytorch(heads, shared_heads, tokens, dtype):
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    query, extent = random(2, heads, tokens, 16), 70
-    key, value = random(2, shared_heads, extent, 16), random(2, shared_heads, extent, 16)
-    visible = torch.rand(2, 1, tokens, extent, generator=generator) < 0.5
+    query, extent = random(1, heads, tokens, 16), 70
+    key, value = random(1, shared_heads, extent, 16), random(1, shared_heads, extent, 16)
+    visible = torch.rand(1, 1, tokens, extent, generator=generator) < 0.5
     mask = additive_mask(visible, dtype)
-    for attention_mask in (mask, None) if tokens == 1 else (mask,):
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query.double(),
-            key.double(),
-            value.double(),
-            None if attention_mask is None else attention_mask.double(),
-            scale=0.3,
-            enable_gqa=True,
-        ).transpose(1, 2)
-        attended = attend_on_cpu(query, key, value, attention_mask, 0.3)
-        assert attended.shape == expected.shape
-        bound = 16 * torch.finfo(dtype).eps * float(expected.abs().max())
-        assert float((attended - expected).abs().max()) < bound
-        if heads > shared_heads:  # the control: heads in another order
-            other = attend_on_cpu(query.flip(1), key, value, attention_mask, 0.3)
-            assert float((other - expected).abs().max()) > bound
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor.double() for tensor in (query, key, value, mask)), scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    attended, _ = attend_shared_heads(None, query, key, value, mask, scaling=0.3)
+    assert attended.shape == expected.shape
+    bound = 16 * torch.finfo(dtype).eps * float(expected.abs().max())
+    assert float((attended - expected).abs().max()) < bound
+    if heads > shared_heads:  # the control: heads in another order
+        other, _ = attend_shared_heads(None, query.flip(1), key, value, mask, scaling=0.3)
+        assert float((other - expected).abs().max()) > bound

@@ -14,7 +14,7 @@ from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
-from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, specinfer, spectr
+from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, spectr
 from sequoia_plan.runtime.verify.acceptance import exclusive_cumprod
 
 DRAWS = {
@@ -144,7 +144,7 @@ BROKEN = {
         f"{name} without residual": (without_residual(rule), DRAWS[name])
         for name, rule in VERIFIERS.items()
     },
-    "sequoia that keeps what was drawn": (specinfer.acceptance, without_replacement),
+    "sequoia that keeps what was drawn": (VERIFIERS["specinfer"], without_replacement),
     "specinfer that removes what was drawn": (VERIFIERS["sequoia"], independent),
     "spectr on draws without replacement": (spectr.acceptance, without_replacement),
     "traversal on independent draws": (VERIFIERS["traversal"], independent),
