@@ -190,7 +190,7 @@ def effective(parameter):
     return [parameter.opts[0], '{"no": 1}' if parameter.metavar == "JSON" else "2"]
 
 
-@pytest.mark.parametrize("mode", MODES.keys() - NEED_MODELS)
+@pytest.mark.parametrize("mode", sorted(MODES.keys() - NEED_MODELS))
 def test_no_option_is_ignored(here, mode):
     """Each option of each way through a command changes what happens, or is refused."""
     words = [*MODES[mode]]
