@@ -1,6 +1,4 @@
-"""Fixtures shared by all tests: the real pair, loaded once, and a single thread for tiny models."""
-
-from __future__ import annotations
+"""Fixtures shared by all tests, among them the real pair, loaded once."""
 
 import importlib.util
 import os
@@ -17,6 +15,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
     import torch
 
+    torch.set_num_threads(1)  # tensors of tiny models are too small to share
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
 
@@ -45,15 +44,6 @@ def plain_target():
     from sequoia_plan.runtime.models.pretrained import load_model
 
     return load_model(None, "cpu", torch.float32)[0]
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Tensors of tiny models are too small to share between threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -94,16 +84,9 @@ def slow_disk(monkeypatch):
 @pytest.fixture
 def run_briefly(monkeypatch):
     """A function that runs a command with brief measurements, and returns its output."""
-    from click.testing import CliRunner
-
-    from sequoia_plan.planner.cli import main
+    from commands import succeed
 
     monkeypatch.setattr("sequoia_plan.profiler.latency.SIZES", (1, 2, 4))
     monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
 
-    def run(*words):
-        result = CliRunner().invoke(main, words)
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    return run
+    return lambda *words: succeed(*words).output

@@ -3,8 +3,6 @@
 Links lead somewhere, commands parse, quick ones run and print what the pages show, snippets run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -3,8 +3,6 @@
 Any of the values may stay there, so the CPU's other tests cannot see it.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from architectures import resembling, tiny
 from simulated import simulate_capture
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import ToyModel
+from toys import TREE, ToyModel
 
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
@@ -20,11 +18,10 @@ from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.models import forward
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 TREES = [TREE, TokenTree.chain(5), TokenTree.star(4), TokenTree.chain(1)]
 PROMPTS = [[3], [3, 1], [3, 1, 4, 1, 5]]
 SETTINGS = [Sampling(), *(Sampling(0.9, 0.8, 5, verifier=name) for name in DRAWING_OF_VERIFIER)]
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 class NoDuplicateIndices(TorchDispatchMode):

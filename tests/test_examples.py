@@ -3,8 +3,6 @@
 Arguments make them short. Each script is run in this process but the first, which takes none.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """benchmarks/gpu.py runs, on tiny models; what it would say of a GPU is not tested here."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which packages each part needs: the wheels in environments that hold only a few packages."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

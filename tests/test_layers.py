@@ -3,8 +3,6 @@
 import-linter cannot say this: its graph does not follow the mapping of folders to packages.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -3,8 +3,6 @@
 Nothing here needs Sphinx: `make docs` builds the site, and fails at a warning.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

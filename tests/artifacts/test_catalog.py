@@ -1,16 +1,13 @@
 """The catalog: each tree is what its script makes, loads by name, and is listed in the docs."""
 
-from __future__ import annotations
-
 import pytest
 from build_catalog import build, table
-from click.testing import CliRunner
+from commands import succeed
 from paths import ROOT
 
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.tree_file import CATALOG, catalog, to_bytes
-from sequoia_plan.planner.cli import main
 
 DOCS = ROOT / "docs"
 
@@ -36,9 +33,7 @@ def test_shown_by_name(name, tmp_path, monkeypatch):
     assert tree.plan.profile_sha256 in {
         Profile.load(file).sha256 for file in (CATALOG / "profiles").glob("*.yaml")
     }
-    result = CliRunner().invoke(main, ["show", name])
-    assert result.exit_code == 0
-    assert f"{tree.size} nodes, depth {tree.depth}" in result.stdout
+    assert f"{tree.size} nodes, depth {tree.depth}" in succeed("show", name).stdout
 
 
 def test_a_file_wins_and_a_wrong_name_lists_what_there_is(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Files from anywhere: a reader returns their content or raises one SequoiaPlanError."""
 
-from __future__ import annotations
-
 import json
 
 import independent_reader
@@ -11,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
-from strategies import trees
+from strategies import places, trees
 
 from sequoia_plan.artifacts import (
     Acceptance,
@@ -183,14 +181,6 @@ def replaced(document, path, value):
     copy = dict(document) if isinstance(document, dict) else list(document)
     copy[path[0]] = replaced(copy[path[0]], path[1:], value)
     return copy
-
-
-def places(document, path=()):
-    """Every place in a document of lists and mappings."""
-    yield path
-    items = enumerate(document) if isinstance(document, list) else ()
-    for key, item in document.items() if isinstance(document, dict) else items:
-        yield from places(item, (*path, key))
 
 
 PROFILE_DOCUMENT = yaml.safe_load(PROFILE.to_yaml())

@@ -1,7 +1,5 @@
 """Other engines' formats: round trips, the layouts that those engines read, and clear errors."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -21,19 +19,12 @@ from sequoia_plan.artifacts.interchange import (
 
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]))
 """Nodes 1 and 2 below the root, 3 and 4 below 1, 5 below 2, 6 below 3."""
+ROWS = ("1000000", "1100000", "1010000", "1101000", "1100100", "1010010", "1101001")
 GROWMAP = {
     "roots": [[0], [1, 2], [3, 4, 5], [6]],
     "branches": [[2], [2, 1], [1, 0, 0], [0]],
     "Successors": [[1, 2], [3, 4], [5], [6], [], [], []],
-    "mask": [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0],
-        [1, 0, 1, 0, 0, 1, 0],
-        [1, 1, 0, 1, 0, 0, 1],
-    ],
+    "mask": [[int(bit) for bit in row] for row in ROWS],
     "depth": [0, 1, 1, 2, 2, 2, 3],
     "size": 7,
 }
@@ -68,15 +59,10 @@ def test_looser_inputs_that_other_engines_take():
     ("document", "message"),
     [
         ([[0], 3], r"Medusa choices: Expected `array`, got `int` - at `\$\[1\]`"),
-        ([[0], [0, -1]], "Medusa choices: found the rank -1 in"),
         ([[0], [2]], r"Medusa choices: found the rank 2 in \[2\] without"),
         ({"0": ["a"]}, "NxD token tree: found 'a' below '0', expected the number of a node"),
-        ({"0": ["1", "1"]}, "found '1' below '0', expected the number of a node with no other"),
         ({"0": ["1"], "2": ["3"]}, "NxD token tree: '2' cannot be reached from \"0\""),
         ({"Successors": [[1], []]}, "growmap: roots is not as Successors says"),
-        (GROWMAP | {"Successors": 3}, "growmap: Successors: Expected `array`"),
-        (GROWMAP | {"Successors": []}, "growmap: .* is not as Successors says"),
-        (GROWMAP | {"Successors": [[2, 1], [], []]}, "growmap: roots is not as"),
         (GROWMAP | {"Successors": [[], [1]]}, r"parents\[1\] is 1, expected a node from 0 to 0"),
         (GROWMAP | {"mask": GROWMAP["mask"][::-1]}, "growmap: mask is not as Successors says"),
         ({"1": ["2"]}, "unknown layout; expected Medusa choices"),

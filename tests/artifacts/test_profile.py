@@ -1,7 +1,5 @@
 """Profiles: round trips, the hash of the content, one clear line for each error, and provenance."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompt files: what is read as a prompt, and what is no prompt or would be misread."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Artifacts are declared once: the documented tables agree, and contradictions are refused."""
 
-from __future__ import annotations
-
 import pytest
 from format_tables import FILES, with_tables
 from paths import ROOT

@@ -1,7 +1,5 @@
 """TokenTree: its arrays follow from the parents, and only trees are accepted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

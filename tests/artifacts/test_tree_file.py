@@ -1,7 +1,5 @@
 """Tree files: round trips, stable bytes, and one clear line for everything that is wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tracemalloc

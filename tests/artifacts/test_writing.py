@@ -1,7 +1,5 @@
 """Whatever happens while a file is written, the old one is whole or the new one is."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

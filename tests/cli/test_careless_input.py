@@ -1,8 +1,6 @@
 """What other people's hands do: outputs over inputs, keys and files given twice, odd bytes, full
 disks. Each ends in one clear line, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -23,32 +21,6 @@ def refused(result, code, *parts):
     line = result.stderr.strip().splitlines()[-1]
     assert result.exit_code == code and "Traceback" not in result.output
     assert all(part in line for part in parts), line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "given"),
-    [
-        (("solve", "profile.yaml", "-o", "./profile.yaml"), "profile.yaml"),
-        (("solve", "--acceptance", "p.json", "-o", "p.json"), "p.json"),
-        (
-            ("export", "tree.safetensors", "--format", "nxd", "-o", "tree.safetensors"),
-            "tree.safetensors",
-        ),
-        (("import", "n.json", "-o", "n.json"), "n.json"),
-        (("profile", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
-        (("bench", "--prompts", "p.txt", "-o", "p.txt"), "p.txt"),
-        (("bench", "-o", "tree.safetensors"), "tree.safetensors"),
-        (("show", "--plot", "link.png"), "tree.safetensors"),
-    ],
-)
-def test_an_output_never_replaces_what_it_is_made_from(run, tmp_path, arguments, given):
-    (tmp_path / "p.json").write_text("[0.5, 0.2]")
-    (tmp_path / "p.txt").write_text("What is rain?")
-    (tmp_path / "n.json").write_text('{"0": ["1"]}')
-    (tmp_path / "link.png").symlink_to("tree.safetensors")
-    before = (tmp_path / given).read_bytes()
-    refused(run(*arguments), 2, "is the input", given, "which would be lost; name another file")
-    assert (tmp_path / given).read_bytes() == before
 
 
 def test_a_full_disk_behind_stdout(run, tmp_path):

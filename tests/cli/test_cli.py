@@ -1,8 +1,7 @@
 """The command line: its contract, what it prints, and one clear line for bad input."""
 
-from __future__ import annotations
-
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 import numba
 import pytest
 import torch
-from architectures import tiny
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import (
@@ -44,12 +42,12 @@ def answer(result):
     return json.loads(result.stdout)
 
 
-def check_refused(result, code, *parts):
-    """The command failed with `code` and one line that holds all parts."""
+def check_refused(result, code, message):
+    """The command failed with `code` and one line like `message`."""
     assert result.exit_code == code, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert len(lines) == 1 and "Traceback" not in result.output
-    assert all(part in lines[0] for part in parts), lines[0]
+    assert re.search(message, lines[0]), lines[0]
 
 
 LIMITS = ("--budget", "16", "--depth", "5")
@@ -127,38 +125,31 @@ def test_show(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "parts"),
+    ("command", "code", "message"),
     [
-        ("solve --budget 0", 2, ["--budget", "0 is not in the range"]),
-        ("solve --depth 1 --objective tokens", 2, ["no tree of 768 nodes has depth 1"]),
-        ("solve --budget 100 --depth 3 --objective tokens", 2, ["no tree of 100 nodes"]),
-        ("solve tree.safetensors", 1, ["tree.safetensors"]),
-        ("solve profile.yaml --acceptance x.json", 2, ["not both"]),
-        ("solve -o missing/t.safetensors", 1, ["missing/t.safetensors", "cannot be written"]),
-        ("show nothing", 1, ["nothing", "No such file", "catalog"]),
-        ("show profile.yaml", 1, ["profile.yaml", "found no format", "sequoia-plan solve"]),
-        ("show --plot t.pdf", 2, ["t.pdf", "expected .png or .svg"]),
-        ("export tree.safetensors --format onnx -o n.json", 2, ["--format", "onnx", "medusa"]),
-        ("export tree.safetensors --format nxd", 2, ["--output"]),
-        ("import tree.safetensors", 1, ["tree.safetensors", "safetensors"]),
-        ("generate --temperature -1", 2, ["temperature", "-1.0"]),
-        ("generate --sampling top_p=1", 2, ["--sampling", "'top_p=1'", "top_k, min_p"]),
-        ("generate --sampling top_k=some", 2, ["'top_k=some'", "NAME=VALUE"]),
-        ("generate --verifier eagle", 2, ["--verifier", "'eagle' is not one of"]),
-        ("generate --draft tree.safetensors", 1, ["tree.safetensors", "not a draft"]),
-        ("generate --threads 0", 2, ["--threads", "0 is not in the range"]),
-        ("profile --prompts nothing.jsonl", 1, ["nothing.jsonl", "No such file"]),
-        ("profile --precision much", 2, ["--precision", "'much'", "a percentage"]),
-        ("profile --context 512;4096", 2, ["--context", "'512;4096'", "with commas between"]),
-        ("profile --tree root.safetensors", 2, ["found a tree of 1 node"]),
-        ("profile --tree tree.safetensors -o tree.safetensors", 2, ["is the input"]),
-        ("bench --report .", 1, [".: cannot be written"]),
-        ("bench --only nope --target none", 2, ["'nope'", "plain"]),
+        ("solve --budget 100 --depth 3 --objective tokens", 2, "no tree of 100 nodes"),
+        ("solve tree.safetensors", 1, "tree.safetensors"),
+        ("solve profile.yaml --acceptance x.json", 2, "not both"),
+        ("show nothing", 1, "nothing.*No such file.*catalog"),
+        ("show profile.yaml", 1, "profile.yaml.*found no format.*sequoia-plan solve"),
+        ("show --plot t.pdf", 2, "t.pdf.*expected .png or .svg"),
+        ("export tree.safetensors --format onnx -o n.json", 2, "--format.*onnx.*medusa"),
+        ("import tree.safetensors", 1, "tree.safetensors: not JSON"),
+        ("generate --temperature -1", 2, "temperature.*-1.0"),
+        ("generate --sampling top_p=1", 2, "--sampling.*'top_p=1'.*top_k, min_p"),
+        ("generate --sampling top_k=some", 2, "'top_k=some'.*NAME=VALUE"),
+        ("generate --draft tree.safetensors", 1, "tree.safetensors.*not a draft"),
+        ("profile --prompts nothing.jsonl", 1, "nothing.jsonl.*No such file"),
+        ("profile --precision much", 2, "--precision.*'much'.*a percentage"),
+        ("profile --context 512;4096", 2, "--context.*'512;4096'.*with commas between"),
+        ("profile --tree root.safetensors", 2, "found a tree of 1 node"),
+        ("bench -o tree.safetensors", 2, "tree.safetensors: is the input"),
+        ("bench --only nope --target none", 2, "'nope'.*plain"),
     ],
 )
-def test_bad_input(run, command, code, parts):
+def test_bad_input(run, command, code, message):
     save_tree(TokenTree.chain(1), "root.safetensors")
-    check_refused(run(*command.split()), code, *parts)
+    check_refused(run(*command.split()), code, message)
 
 
 def test_an_error_that_nobody_foresaw_is_a_line(run, monkeypatch):
@@ -166,12 +157,12 @@ def test_an_error_that_nobody_foresaw_is_a_line(run, monkeypatch):
         raise ZeroDivisionError("no\nidea")
 
     monkeypatch.setattr("sequoia_plan.artifacts.load_tree", fail)
-    check_refused(run("show"), 1, "ZeroDivisionError: no (test_cli.py, line", "sequoia-plan doctor")
+    check_refused(run("show"), 1, r"ZeroDivisionError: no \(test_cli.py, line.*sequoia-plan doctor")
 
 
 def test_a_prompt_that_is_no_text(run):
     result = run("generate", "--prompt", "-", input=b"ab\xff")
-    check_refused(result, 1, "--prompt -", "not UTF-8", "byte 2")
+    check_refused(result, 1, "--prompt -.*not UTF-8.*byte 2")
 
 
 @pytest.mark.parametrize("form", ["medusa", "nxd", "growmap"])
@@ -256,21 +247,7 @@ def test_generate_with_the_embedded_pair(run, tmp_path):
 @pytest.mark.slow
 def test_a_prompt_longer_than_the_context(run):
     result = run("generate", "--prompt", "-", input="word " * 9000)
-    check_refused(result, 1, "prompt: 90", "expected at most 8191")
-
-
-@pytest.mark.slow
-def test_a_draft_with_another_vocabulary(run, tmp_path, pair):
-    """A folder with a real tokenizer that knows one token fewer under the same number."""
-    tiny("Llama", vocab_size=49152).save_pretrained(tmp_path / "other")
-    pair.tokenizer.save_pretrained(tmp_path / "other")
-    path = tmp_path / "other" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    a, b = list(vocabulary)[1000:1002]
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    path.write_text(json.dumps(tokenizer))
-    check_refused(run("generate", "--draft", "other"), 1, "draft: its tokenizer differs")
+    check_refused(result, 1, "prompt: 90.*expected at most 8191")
 
 
 @pytest.mark.slow
@@ -308,10 +285,12 @@ def test_a_busy_machine_is_told(monkeypatch, idle, said):
     assert not said or "or use --threads 1" in warning
 
 
-def test_threads(run, one_thread):
+def test_threads(run):
     """The number is torch's own, and so it is in profiles."""
     run("generate", "--threads", "2", "--tree", "missing")
-    assert fingerprint("cpu")["threads"] == torch.get_num_threads() == 2
+    threads = fingerprint("cpu")["threads"], torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert threads == (2, 2)
 
 
 def test_compiling_is_announced_once():

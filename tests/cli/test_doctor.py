@@ -1,16 +1,13 @@
 """`sequoia-plan doctor`: what it says, on what installations, and that it names nothing private."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import succeed
 
 from sequoia_plan.artifacts import processor
-from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.hardware import default_device, default_dtype, fingerprint
 
 X86 = "processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu avx2 avx512f_not amx_bf16\n"
@@ -18,9 +15,7 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
 
 
 def run():
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return succeed("doctor").stdout
 
 
 def test_it_says_what_would_be_used_and_nothing_private():

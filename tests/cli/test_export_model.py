@@ -3,8 +3,6 @@
 What a language model's head proposes there is tested, too.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from click.testing import CliRunner

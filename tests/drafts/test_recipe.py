@@ -4,8 +4,6 @@ The text says what the target says, a chain in training is a chain in decoding, 
 is what is loaded.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -207,7 +205,7 @@ def assert_decodes_exactly(loaded, plain_target):
     prompt = loaded.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
     ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 24)
     expected = plain_target.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert torch.equal(ours.sequences, expected)
+    assert ours.sequences.equal(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -223,7 +221,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
     vocabulary = text.draft_vocabulary(vocabulary_size, recipe.draft_vocabulary)
     assert loaded.draft.aux_hidden_state_layers == LAYERS
-    assert torch.equal(loaded.draft.d2t, vocabulary.d2t)
+    assert loaded.draft.d2t.equal(vocabulary.d2t)
     losses = []
     with torch.no_grad():
         new = untrained_draft(plain_target, vocabulary)

@@ -1,7 +1,5 @@
 """The model of chains, held to linear algebra, a walk over a text, and exhaustive search."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A replay of recorded chains does what the server would have done with other settings."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -7,8 +7,6 @@ are pages of real servers, without the buckets of histograms: with 4 speculative
 and four requests, without speculation, and with speculation and --disable-log-stats.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The engine's process: its answers, its errors in one line, and its end with this program."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys
@@ -23,9 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    """Logs of failures go with the test, and this Python has the stand-in for vLLM."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def has_the_stand_in(monkeypatch):
+    """This Python has the stand-in for vLLM."""
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
 
 

@@ -4,14 +4,12 @@
 folder of the build and of the embedded models as GGUF files.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import succeed
 from sessions import check_that_it_ends_with
 
 from sequoia_plan.engines.llama_server import find_build
@@ -19,7 +17,6 @@ from sequoia_plan.engines.llamacpp import LlamaCppPool
 from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.engines.spec_types import LOOKUP, flags
 from sequoia_plan.engines.workload import NONE, Drafting, Workload
-from sequoia_plan.planner.cli import main
 
 FOLDER = Path(os.environ.get("SEQUOIA_PLAN_LLAMACPP", ""))
 pytestmark = [
@@ -41,12 +38,6 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def logs_go_with_the_test(tmp_path, monkeypatch):
-    """A server that fails leaves its log in the folder for temporary files."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
 @pytest.fixture(scope="module")
 def measured_plan(tmp_path_factory):
     """A plan of few steps at two contexts, verified, and the output of the command."""
@@ -54,9 +45,7 @@ def measured_plan(tmp_path_factory):
     (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
     words = f"--target {TARGET} --draft {DRAFT} --server {SERVER} --most 3 --context 700,64 "
     words += f"--tokens 24 --verify --prompts {folder}/prompts.txt -o {folder}/plan.yaml"
-    command = ["engine", "llamacpp", *words.split(), "--server-args", "-t 1"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, result.output
+    result = succeed("engine", "llamacpp", *words.split(), "--server-args", "-t 1")
     return EnginePlan.load(folder / "plan.yaml"), result.stdout
 
 

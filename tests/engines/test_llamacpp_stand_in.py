@@ -1,7 +1,5 @@
 """`sequoia-plan engine llamacpp` with a stand-in: plans, bad input, servers that die."""
 
-from __future__ import annotations
-
 import pytest
 from click.testing import CliRunner
 from paths import STAND_IN
@@ -24,7 +22,6 @@ SERVER = str(STAND_IN / "llama-server")
 def invoke(tmp_path, monkeypatch):
     """Runs the command with the stand-in in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def invoke(*words, draft="draft.gguf"):
         words = ["--target", "target.gguf", "--server", SERVER, *words]

@@ -1,7 +1,5 @@
 """One plan as the settings of several engines."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,35 +1,19 @@
 """Plans from SGLang's responses and logs.
 
-No SGLang is run. The fields are those of its `tokenizer_manager.py`, and the lines are those that
-its `metrics_reporter.py` writes.
+No SGLang is run. The fields are those of its `tokenizer_manager.py`.
 """
-
-from __future__ import annotations
 
 import json
 
 import pytest
 from click.testing import CliRunner
 from paths import DATA
+from sglang_logs import SERVER_ARGS, decode_line, write_log
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines import sglang
 from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.planner.cli import main
-
-SERVER_ARGS = (
-    "[2026-11-02 05:49:01] server_args=ServerArgs(model_path='m', speculative_num_steps={}, "
-    "speculative_eagle_topk={}, tp_size=1)\n"
-)
-
-
-def decode_line(batch, throughput, accept_length=None):
-    acceptance = f"accept len: {accept_length}, accept rate: 0.42, " if accept_length else ""
-    return (
-        f"[2026-11-02 05:49:05] Decode batch. #running-req: {batch}, #token: 541, "
-        f"token usage: 0.03, {acceptance}cuda graph: True, "
-        f"gen throughput (token/s): {throughput}, #queue-req: 0, \n"
-    )
 
 
 def response(histogram):
@@ -108,11 +92,6 @@ def test_logs_that_tell_nothing(tmp_path, text, message):
 def test_one_rate_for_all_positions(tokens, survival):
     acceptance = sglang.acceptance_from_mean(tokens, 3, 1000)
     assert acceptance.survival == pytest.approx(survival, abs=1e-3)
-
-
-def write_log(path, length, batch, throughput, accept_length):
-    line = decode_line(batch, throughput, accept_length)
-    path.write_text(SERVER_ARGS.format(length, 1 if length else None) + line * 4)
 
 
 @pytest.fixture

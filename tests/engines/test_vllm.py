@@ -4,21 +4,18 @@
 Python that has vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import subprocess
 
 import pytest
-from click.testing import CliRunner
+from commands import succeed
 from sessions import check_that_it_ends_with
 
 from sequoia_plan.engines import vllm
 from sequoia_plan.engines.engine_process import EngineProcess
 from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
-from sequoia_plan.planner.cli import main
 
 PYTHON = os.environ.get("SEQUOIA_PLAN_VLLM", "")
 pytestmark = [
@@ -65,9 +62,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     models = {"target": [], "draft": ["--draft", "smollm2-135m-draft"]}
     for name, words in models.items():
-        command = ["export", "--format", name, *words, "-o", str(folder / name)]
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == 0, result.output
+        succeed("export", "--format", name, *words, "-o", str(folder / name))
     return folder
 
 
@@ -78,9 +73,7 @@ def measured_plan(folder):
     words = f"--target {folder}/target --draft {folder}/draft --python {PYTHON} --batch 1,3 "
     words += f"--most 3 --prompts {folder}/prompts.txt --tokens 24 --verify "
     words += f"-o {folder}/plan.yaml"
-    command = ["engine", "vllm", *words.split(), "--engine-args", json.dumps(OPTIONS)]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, result.output
+    result = succeed("engine", "vllm", *words.split(), "--engine-args", json.dumps(OPTIONS))
     return EnginePlan.load(folder / "plan.yaml"), result.stdout
 
 

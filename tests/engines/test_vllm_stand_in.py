@@ -1,7 +1,5 @@
 """`sequoia-plan engine`, with a stand-in for vLLM whose tokens are known, and bad input."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -9,6 +7,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from commands import succeed
 from msgspec.structs import replace
 from paths import DATA, STAND_IN
 
@@ -20,12 +19,6 @@ from sequoia_plan.planner.report.engine_table import findings, launch_groups
 
 pytestmark = pytest.mark.slow
 COUNTERS = str(DATA / "vllm" / "counters-0.27.1.txt")
-
-
-@pytest.fixture(autouse=True)
-def logs_go_with_the_test(tmp_path, monkeypatch):
-    """An engine that fails leaves its log in the folder for temporary files."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
 @pytest.fixture
@@ -47,8 +40,7 @@ def measured_plan(tmp_path_factory):
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(STAND_IN))
         patch.setattr(vllm, "IDLE_SECONDS", 0.0)  # the stand-in does not poll for work
-        result = CliRunner().invoke(main, ["engine", *words.split()])
-    assert result.exit_code == 0, result.output
+        result = succeed("engine", *words.split())
     plan = EnginePlan.load(folder / "plan.yaml")
     assert plan.to_yaml() == (folder / "plan.yaml").read_text()
     return plan, folder / "plan.yaml", (folder / "page.html").read_text(), result.stdout
@@ -156,7 +148,6 @@ def test_a_vllm_without_schedules_gets_a_line_for_each_number():
 
 
 MODELS = ["--target", "t", "--draft", "d"]
-HERE = ["--draft", "d", "--python", sys.executable]
 PRODUCTION = ["--metrics", COUNTERS, "--times"]
 
 
@@ -166,21 +157,15 @@ PRODUCTION = ["--metrics", COUNTERS, "--times"]
         ([], 2, "name the models with --target and --draft, or a server with --metrics and an"),
         ([*MODELS, "--times", "p.yaml"], 2, "or a server with --metrics and an earlier plan"),
         ([*MODELS, "--batch", "²"], 2, "found '²', expected numbers from 1 to 4096"),
-        ([*MODELS, "--context", "0"], 2, "'--context': found '0', expected numbers from 1"),
-        (
-            [*PRODUCTION, "none.yaml", "--verify"],
-            2,
-            "--verify: has no effect, no engine is run with --times",
-        ),
+        ([*PRODUCTION, "none.yaml", "--verify"], 2, "--verify: has no effect, no engine is run"),
         ([*MODELS, "--engine-args", "[1]"], 2, "found [1], expected a JSON object"),
-        ([*MODELS, "--metrics", "none.txt"], 1, "none.txt: cannot be read (No such file"),
         ([*PRODUCTION, "none.yaml"], 1, "none.yaml: cannot be read (No such"),
-        ([*PRODUCTION, COUNTERS], 1, "cannot be read as YAML"),
         ([*MODELS, "--python", "/none"], 1, "/none: No such file or directory"),
-        (["--target", "wrong vocabulary", *HERE], 1, "the same vocabulary size. (log: "),
-        (["--target", "dies", *HERE], 1, "the engine died with exit code -11 while decoding 16"),
-        (["--target", "no counters", *HERE], 1, "found no counters of speculation"),
-        ([*MODELS, "-o", "none/p.yaml"], 1, "none/p.yaml: cannot be written"),
+        (
+            ["--target", "no counters", "--draft", "d", "--python", sys.executable],
+            1,
+            "found no counters of speculation",
+        ),
     ],
 )
 def test_bad_input_is_one_line(run, words, code, message):

@@ -1,7 +1,5 @@
 """Models that somebody changes: the next text is that of the changed model, or an error says so."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re
@@ -13,6 +11,7 @@ import torch
 from architectures import FUSED, VOCABULARY, plain_text, resembling, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import TREE
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair, sequoia
@@ -20,9 +19,8 @@ from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.model_state import weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
 RUNS = {
     "compiled": dict(head_dim=32, hidden_size=64, intermediate_size=80),

@@ -1,7 +1,6 @@
 """Generated command lines, and damaged files under them: each ends in its work or in one line."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import random
 import re
@@ -17,6 +16,8 @@ from architectures import tiny
 from click.testing import CliRunner
 from paths import DATA
 from safetensors.numpy import load, save
+from sglang_logs import write_log
+from strategies import places
 
 from sequoia_plan.artifacts import Acceptance, Counts, Latency, Profile, SequoiaPlanError
 from sequoia_plan.planner.cli import decoding, exchange, main, profiling
@@ -30,40 +31,28 @@ PROFILE = Profile(
     hardware={"threads": 2},
     kinds={name: Counts([[100]], [[[10 * number, 10]]]) for number, name in enumerate("abcd", 3)},
 )
-COUNTERS = str(DATA / "vllm" / "counters-0.27.1.txt")
-LINE = (
-    "[2026-11-02 05:49:05] Decode batch. #running-req: 4, #token: 541, token usage: 0.03, {}"
-    "cuda graph: True, gen throughput (token/s): {}, #queue-req: 0, \n"
-)
-SERVER = (
-    "[2026-11-02 05:49:01] server_args=ServerArgs(model_path='m', speculative_num_steps={}, "
-    "speculative_eagle_topk={}, tp_size=1)\n"
-)
 MODES = {
-    "solve": ["solve", "profile.yaml", "--budget", "9", "--depth", "4", "-o", "made"],
-    "tokens": ["solve", "--acceptance", "p.json", "--budget", "9", "--depth", "4", "-o", "made"],
-    "show": ["show", "t"],
-    "medusa": ["export", "t", "--format", "medusa", "-o", "made"],
-    "growmap": ["export", "t", "--format", "growmap", "-o", "made"],
-    "draft": ["export", "--format", "draft", "--draft", "smollm2-135m-draft", "-o", "made"],
-    "target": ["export", "--format", "target", "-o", "made"],
-    "import": ["import", "n.json", "-o", "made"],
-    "generate": ["generate", "--tree", "t"],
-    "bench": ["bench", "--tree", "t"],
-    "profile": ["profile", "-o", "made"],
-    "sglang": ["engine", "sglang", "--log", "plain.log", "--log", "three.log"],
-    "again": ["engine", "sglang", "--responses", "r.json", "--times", "plan.yaml"],
-    "vllm": ["engine", "vllm", "--metrics", COUNTERS, "--times", "vllm.yaml"],
-    "llamacpp": ["engine", "llamacpp", "--target", "t", "--draft", "t", "--server", "/no/such"],
-    "ngram": ["engine", "llamacpp", "--target", "t", "--spec-type", "ngram-simple"],
-    "settings": ["engine", "settings", "plan.yaml"],
+    "solve": "solve profile.yaml --budget 9 --depth 4 -o made",
+    "tokens": "solve --acceptance p.json --budget 9 --depth 4 -o made",
+    "show": "show t",
+    "plot": "show t --plot new.svg",
+    "medusa": "export t --format medusa -o made",
+    "growmap": "export t --format growmap -o made",
+    "draft": "export --format draft --draft smollm2-135m-draft -o made",
+    "target": "export --format target -o made",
+    "import": "import n.json -o made",
+    "generate": "generate --tree t",
+    "bench": "bench --tree t --prompts p.txt",
+    "profile": "profile --prompts p.txt -o made",
+    "sglang": "engine sglang --log plain.log --log three.log -o made",
+    "again": "engine sglang --responses r.json --times plan.yaml",
+    "vllm": "engine vllm --metrics counters.txt --times vllm.yaml",
+    "llamacpp": "engine llamacpp --target t --draft t --server /no/such",
+    "ngram": "engine llamacpp --target t --spec-type ngram-simple",
+    "settings": "engine settings plan.yaml",
 }
+MODES = {mode: words.split() for mode, words in MODES.items()}
 """One command line for each way through a command. Those that need models end where they load."""
-
-
-def log(length, throughput, accepted):
-    text = f"accept len: {accepted}, accept rate: 0.42, " if accepted else ""
-    return SERVER.format(length, length and 1) + 3 * LINE.format(text, throughput)
 
 
 def call(words):
@@ -79,12 +68,14 @@ def files(tmp_path_factory):
         PROFILE.save("profile.yaml")
         (folder / "p.json").write_text("[0.5, 0.2]")
         (folder / "n.json").write_text('{"0": ["1", "2"], "1": ["3"]}')
-        (folder / "plain.log").write_text(log(None, 100.0, None))
-        (folder / "three.log").write_text(log(3, 136.0, 1.7))
+        (folder / "p.txt").write_text("What is rain?")
+        shutil.copy(DATA / "vllm" / "counters-0.27.1.txt", "counters.txt")
+        write_log(folder / "plain.log", None, 4, 100.0, None)
+        write_log(folder / "three.log", 3, 4, 136.0, 1.7)
         counts = {"meta_info": {"spec_correct_drafts_histogram": [600, 240, 100, 60]}}
         (folder / "r.json").write_text(json.dumps(counts))
         assert call([*MODES["solve"][:-1], "t"]).exit_code == 0
-        result = call([*MODES["sglang"], "-o", "plan.yaml"])
+        result = call([*MODES["sglang"][:-1], "plan.yaml"])
         assert result.exit_code == 0, result.output
         plan = yaml.safe_load((folder / "plan.yaml").read_text())
         settings = {"speculative": {"method": "draft_model", "model": "d"}}
@@ -144,24 +135,10 @@ def checked(folder, words):
 
 
 OUTPUTS = ("-o", "--output", "--report", "--plot")
-TEXTS = ["", " ", ".", "/", "..", "no/such", "/no/such", "p.json", "profile.yaml", "t", "n.json"]
-TEXTS += ["x" * 300, "new", "new.svg", "é", "plain.log", "none", "int8", "plan.yaml", "/dev/full"]
-NUMBERS = [
-    "0",
-    "1",
-    "2",
-    "-1",
-    "0.5",
-    "nan",
-    "inf",
-    "-inf",
-    "1e308",
-    "9" * 30,
-    "x",
-    "",
-    "3%",
-    "1,2",
-]
+TEXTS = ". / .. no/such /no/such p.json profile.yaml t n.json new new.svg é plain.log none int8"
+TEXTS = [*TEXTS.split(), "plan.yaml", "/dev/full", "", " ", "x" * 300]
+NUMBERS = "0 1 2 -1 0.5 nan inf -inf 1e308 x 3% 1,2"
+NUMBERS = [*NUMBERS.split(), "9" * 30, ""]
 
 
 def values(parameter, rng):
@@ -213,7 +190,7 @@ def effective(parameter):
     return [parameter.opts[0], '{"no": 1}' if parameter.metavar == "JSON" else "2"]
 
 
-@pytest.mark.parametrize("mode", MODES.keys() - NEED_MODELS)
+@pytest.mark.parametrize("mode", sorted(MODES.keys() - NEED_MODELS))
 def test_no_option_is_ignored(here, mode):
     """Each option of each way through a command changes what happens, or is refused."""
     words = [*MODES[mode]]
@@ -245,32 +222,33 @@ def test_no_name_or_path_is_empty(here, mode):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["profile", "-o", ".", "--context", "1,2"], 1),
-        (["profile", "-o", "/", "--context", "1,2"], 1),
-        (["generate", "--tree", "t", "--sampling", "min_p=1e-3,top-k=4"], 1),  # the models
-        (["solve", "--depth", "1", "-o", "made"], 0),  # the root alone may be the fastest
-        (["solve", "--depth", "1", "--objective", "tokens", "-o", "made"], 2),
+        ("profile -o . --context 1,2", 1),
+        ("profile -o / --context 1,2", 1),
+        ("generate --tree t --sampling min_p=1e-3,top-k=4", 1),  # the models
+        ("solve --depth 1 -o made", 0),  # the root alone may be the fastest
+        ("solve --depth 1 --objective tokens -o made", 2),
+        ("engine llamacpp --target t --spec-type ngram-simple --draft t", 2),
     ],
 )
 def test_ends_of_the_possible(here, words, code):
-    assert checked(here, words).exit_code == code
+    assert checked(here, words.split()).exit_code == code
 
 
-def test_a_draft_for_lookup(here):
-    assert checked(here, [*MODES["ngram"], "--draft", "t"]).exit_code == 2
+@pytest.mark.parametrize("mode", MODES)
+def test_an_output_never_replaces_what_it_is_made_from(here, mode):
+    """Also by another name."""
+    words = MODES[mode]
+    options = {option for parameter in command_of(words).params for option in parameter.opts}
+    for name, option in itertools.product({*words} & {*contents(here)}, options & {*OUTPUTS}):
+        (here / "link.svg").unlink(missing_ok=True)
+        (here / "link.svg").symlink_to(name)
+        result = checked(here, [*words, option, "link.svg"])
+        assert result.exit_code == 2 and "link.svg: is the input" in result.stderr
 
 
 COUNT = 40
 ODD = [None, True, False, 0, 1, -1, 2, 0.5, 1e308, 5e-324, -0.0, 2**53, 10**30, "", "x", "é" * 99]
 ODD += [[], {}, [[]], [0.5], [1, 2, 3], {"x": 1}, [[0.5, 0.2], [0.1]], float("nan"), float("inf")]
-
-
-def places(document, path=()):
-    """Every place in a document of lists and mappings."""
-    yield path
-    items = enumerate(document) if isinstance(document, list) else ()
-    for key, item in document.items() if isinstance(document, dict) else items:
-        yield from places(item, (*path, key))
 
 
 def damage(document, rng):
@@ -298,18 +276,16 @@ def read_header(data):
     return json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["sequoia_plan"])
 
 
-SHORT = ["--budget", "9", "--depth", "4", "-o", "made"]
-PLOT = [*MODES["show"], "--plot", "new.svg"]
 READERS = {
-    "profile.yaml": [["solve", "profile.yaml", *SHORT]],
-    "p.json": [["solve", "--acceptance", "p.json", *SHORT]],
-    "t": [MODES["show"], [*MODES["show"], "--json"], MODES["medusa"], PLOT],
-    "n.json": [MODES["import"]],
-    "plan.yaml": [MODES["settings"], MODES["again"]],
-    "vllm.yaml": [MODES["vllm"]],
-    "r.json": [MODES["again"]],
+    "profile.yaml": ["solve"],
+    "p.json": ["tokens"],
+    "t": ["show", "medusa", "plot"],
+    "n.json": ["import"],
+    "plan.yaml": ["settings", "again"],
+    "vllm.yaml": ["vllm"],
+    "r.json": ["again"],
 }
-"""The commands that read each file."""
+"""Ways that read each file."""
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -320,6 +296,7 @@ def test_damaged_files(here, name):
     data = (here / name).read_bytes()
     document = read_header(data) if name == "t" else yaml.safe_load(data)
     damaged = [damage(document, rng) for _ in range(COUNT)]
+    (here / "made").write_text("before")
     if name == "t":
         numbers = [key for key, value in document["plan"].items() if isinstance(value, float)]
         damaged += [
@@ -332,8 +309,9 @@ def test_damaged_files(here, name):
             (here / name).write_bytes(save(load(data), {"sequoia_plan": json.dumps(changed)}))
         else:
             (here / name).write_text(json.dumps(changed))
-        for words in READERS[name][: 3 + (number % 8 == 0)]:
-            checked(here, words)
+        for mode in READERS[name][: 2 + (number % 8 == 0)]:
+            checked(here, MODES[mode])
+            checked(here, [*MODES[mode], *["--json"] * (mode == "show")])
 
 
 @pytest.mark.parametrize("room", [0, 20, 200, 4000])
@@ -345,11 +323,8 @@ def test_a_full_disk(here, monkeypatch, mode, room):
     tokenizer, model = SimpleNamespace(save_pretrained=lambda folder: None), tiny("Llama")
     pair = SimpleNamespace(target=model, tokenizer=tokenizer, metadata={"target": {"name": "m"}})
     monkeypatch.setattr(exchange, "load_pair", lambda *_, **__: pair)
-    words = PLOT if mode == "plot" else [*MODES[mode]]
-    if mode == "draft":
-        words = ["export", "--format", "draft", "-o", "made"]
-    words += [] if "made" in words or mode == "plot" else ["-o", "made"]
-    if words[0] != "export" or mode in ("medusa", "growmap"):
+    words = [word for word in MODES[mode] if word not in ("--draft", "smollm2-135m-draft")]
+    if mode not in ("draft", "target"):
         (here / words[-1]).write_text("before")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))

@@ -1,7 +1,5 @@
 """Damaged draft files: one error of one line that names the file, and what is wrong in it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -18,7 +16,6 @@ from sequoia_plan.runtime import Pair, SequoiaDecoder
 from sequoia_plan.runtime.draft.draft_file import build_draft, save_draft
 from sequoia_plan.runtime.pair import add_draft
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TARGET = small_target()
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 TEXT = SequoiaDecoder(TARGET, None, TokenTree.chain(1)).generate(PROMPT, 4).sequences

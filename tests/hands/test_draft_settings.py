@@ -1,7 +1,5 @@
 """Settings of draft folders: what trainers write is read, and what is another model is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TARGET = small_target(layers=8)
 IDS = "eagle_aux_hidden_state_layer_ids"
 MODEL_OPT = {
@@ -38,7 +35,6 @@ def draft(folder, parts, settings, weights=()):
     ("settings", "layers"),
     [
         ({"eagle_config": None}, (2, 4, 5)),
-        ({"eagle_config": {IDS: [0, 3, 4]}}, (1, 4, 5)),
         ({"eagle_config": MODEL_OPT}, (1, 4, 5)),
         ({"eagle_config": None, "aux_hidden_states_layer_ids": [0, 3, 4]}, (1, 4, 5)),
         ({"eagle_config": {IDS: [0, 3, 4]}, "aux_hidden_states_layer_ids": [0, 3, 4]}, (1, 4, 5)),
@@ -53,7 +49,6 @@ VARIANTS = {
         f"eagle_config.{key}": (eagle3_parts, {"eagle_config": {IDS: [0, 1, 2], key: value}}, key)
         for key, value in (
             ("aux_layer_ids", [1, 2, 3]),
-            ("use_aux_hidden_state", False),
             ("use_mtp_layernorm", True),
             ("parallel_draft_step", 4),
             ("norm_before_residual", "false"),
@@ -65,9 +60,7 @@ VARIANTS = {
         key: (eagle3_parts, {key: value}, key)
         for key, value in (
             ("use_aux_hidden_state", False),
-            ("parallel_draft_step", 4),
             ("norm_output", 1),
-            ("fc_norm", "no"),
             ("aux_hidden_state_layers", [1, 2, 3]),
             ("section", {"eagle_config": {IDS: [1, 2, 3]}}),
             ("eagle_config", [1, 2, 3]),

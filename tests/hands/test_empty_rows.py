@@ -1,17 +1,14 @@
 """Rows with nothing left after a mask: logits to draw from, filters' edges, and attention."""
 
-from __future__ import annotations
-
 import itertools
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from enumeration import chi_square, without_replacement
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 from scripted import Scripted, error_of_a_step
 
 from drafts import KINDS, small_pair
@@ -22,7 +19,6 @@ from sequoia_plan.runtime.draft.drafter import DraftPass, draw_children
 from sequoia_plan.runtime.models.forward import ForwardOutput
 from sequoia_plan.runtime.step import TreeStep
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 INF = float("inf")
 SPINE = TokenTree(TokenTree.from_parents([-1, 0, 0, 1, 1]).parents, looks_up=True)
 LOOKUP = TokenTree(TokenTree.chain(2).parents, by_match={1: SPINE})
@@ -82,7 +78,7 @@ def test_a_step_is_exact_whatever_the_draft_leaves(kind, filters, verifier, monk
 
 
 def drawn_pairs(logits, looked_up, count=6000):
-    """How often each ordered pair of siblings of a looked-up token was drawn."""
+    """Ordered pairs of siblings of a looked-up token, int64 [count, 2]."""
     tokens = torch.zeros(3 * count, dtype=torch.long)
     tokens[0] = looked_up
     rows = torch.arange(2 * count)
@@ -107,7 +103,7 @@ def drawn_pairs(logits, looked_up, count=6000):
         Sampling(1.0),
         bits,
     )
-    return Counter(map(tuple, tokens[1 : 1 + 2 * count].view(count, 2).tolist()))
+    return tokens[1 : 1 + 2 * count].view(count, 2)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +117,13 @@ def drawn_pairs(logits, looked_up, count=6000):
 )
 def test_siblings_of_a_looked_up_token_have_their_distribution(logits, first_probs):
     """Token 1 is looked up. Where the draft has no token left, the rest are drawn uniformly."""
-    pairs = drawn_pairs(logits, 1)
-    expected = {}
-    for first, second in itertools.permutations([0, 2, 3], 2):
-        others = {token: first_probs[token] for token in (0, 2, 3) if token != first}
-        mass = sum(others.values())
-        share = others[second] / mass if mass > 1e-9 else 1 / 2
-        expected[first, second] = first_probs[first] * share
-    possible = {pair: probability for pair, probability in expected.items() if probability > 0}
-    assert pairs.keys() <= possible.keys()
-    counts = [pairs[pair] for pair in possible]
-    assert chisquare(counts, [6000 * p for p in possible.values()]).pvalue > 1e-3
-    skewed = np.array([*possible.values()]) * np.linspace(0.8, 1.2, len(possible))
-    assert chisquare(counts, 6000 * skewed / skewed.sum()).pvalue < 1e-6, "the control"
+    others, drawn = [0, 2, 3], drawn_pairs(logits, 1)
+    orders = without_replacement(np.array(first_probs)[others], 2)
+    probs = {tuple(others[place] for place in order): chance for order, chance in orders}
+    assert chi_square(drawn, probs) > 1e-3
+    skewed = np.array([*probs.values()]) * np.linspace(0.8, 1.2, len(probs))
+    control = dict(zip(probs, skewed / skewed.sum(), strict=True))
+    assert chi_square(drawn, control) < 1e-6, "the control"
 
 
 @given(

@@ -1,9 +1,5 @@
 """Settings that people give: each counts as in transformers, or is refused by its name."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers as hf
@@ -11,18 +7,16 @@ from architectures import VOCABULARY, plain_text, resembling, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
+from toys import TREE
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.profiler.decoding_methods import sequoia_method, transformers_method
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.pair import context_remarks
+from sequoia_plan.runtime import SequoiaDecoder, sequoia
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
 TARGET = tiny("Llama")
 DRAFT = resembling(TARGET, 0.05)
@@ -88,43 +82,6 @@ def test_set_seed_makes_generate_repeat():
         hf.set_seed(seed)
         texts.append(SequoiaDecoder(TARGET, DRAFT, TREE).generate(IDS, NEW, 1.0).sequences.tolist())
     assert texts[0] == texts[1] == texts[2] == texts[3] != texts[4]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("repetition_penalty", 1.8), ("no_repeat_ngram_size", 1), ("suppress_tokens", "first")],
-)
-def test_a_models_own_generation_config_counts_in_no_method(name, value, monkeypatch):
-    """Of bench: its methods compare the same texts. In `generate` it is refused by name."""
-    value = GREEDY[0, 4:8].tolist() if value == "first" else value
-    monkeypatch.setattr(TARGET.generation_config, name, value)
-    assert not plain_text(TARGET, IDS, NEW, pad_token_id=0).equal(GREEDY)
-    [remark] = context_remarks(TARGET)
-    assert remark.startswith(f"target: its generation config has {name} {value}")
-    texts = {}
-
-    def kept(method, original):
-        def generate(*args, **options):
-            result = original(*args, **options)
-            texts[method] = getattr(result, "sequences", result)
-            return result
-
-        return generate
-
-    tokenizer = SimpleNamespace(eos_token_id=None)
-    pair = Pair(TARGET, DRAFT, tokenizer, {})
-    monkeypatch.setattr(TARGET, "generate", kept("transformers", TARGET.generate))
-    monkeypatch.setattr(
-        SequoiaDecoder, "generate", kept("ours", SequoiaDecoder.generate), raising=True
-    )
-    for make in (
-        transformers_method(pair, Sampling(), NEW),
-        sequoia_method(pair, TREE, Sampling(), NEW),
-    ):
-        make(IDS[0].tolist(), 0)
-    assert texts["ours"].equal(GREEDY) and texts["transformers"].equal(GREEDY)
-    with pytest.raises(ArgumentError, match=f"{name}|RepetitionP|NoRepeatN|SuppressT"):
-        inside()
 
 
 # multimodal models, with text alone

@@ -1,10 +1,9 @@
 """Files with something missing, of another shape, or that would be left unread or rounded."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
+import shutil
 
 import gguf
 import numpy as np
@@ -20,7 +19,7 @@ from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.gguf_config import read_config
 from sequoia_plan.runtime.models.pretrained import load_model
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
 NAMES = {
     "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
@@ -128,10 +127,7 @@ def test_a_tensor_of_a_checkpoint(whole, tmp_path, monkeypatch, path, damage):
     """Each path refuses it by name, and remembers nothing of it."""
     tensors = load_file(whole / "model.safetensors")
     name = random.Random(f"{path} {damage}").choice([n for n in tensors if "layers.1." in n])
-    folder = tmp_path / "damaged"
-    folder.mkdir()
-    for file in whole.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(whole, tmp_path / "damaged")
     changed, named = damaged(dict(tensors), damage, name)
     save_file(changed, folder / "model.safetensors", {"format": "pt"})
     named = named or min(changed.keys() - tensors.keys())
@@ -146,8 +142,7 @@ def test_a_tensor_of_a_checkpoint(whole, tmp_path, monkeypatch, path, damage):
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
 def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, placement):
     """It is used, as by transformers, or refused by name."""
-    for file in whole.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     if placement == "streamed":
@@ -160,8 +155,7 @@ def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, plac
 
 def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
     tensors = load_file(whole / "model.safetensors") | {"v_head.weight": torch.ones(1, 64)}
-    for file in whole.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert load_model(str(tmp_path), "cpu", torch.float32)[0](IDS).logits.equal(model(IDS).logits)
 
@@ -245,24 +239,23 @@ def test_rotary_embeddings_are_scaled_as_the_gguf_file_says(tmp_path, kind, plac
     assert torch.allclose(found, expected[0], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "tensors", "named"),
-    [
-        ({"rope.scaling.type": "longrope"}, {}, "llama.rope.scaling.type is 'longrope'"),
-        ({"block_count": 10**8}, {}, "llama.block_count is 100000000, the file has 21 tensors"),
-        ({"rope.scaling.attn_factor": 1.5}, {}, "llama.rope.scaling.attn_factor is 1.5"),
-        ({"rope.dimension_count": 8}, {}, "llama.rope.dimension_count is 8"),
-        ({"attention.sliding_window": 8}, {}, "llama.attention.sliding_window is 8"),
-        ({"attention.value_length": 8}, {}, "llama.attention.value_length is 8"),
-        ({"attn_logit_softcapping": 5.0}, {}, "llama.attn_logit_softcapping is 5.0"),
-        ({"logit_scale": 5.0}, {}, "llama.logit_scale is 5.0"),
-        ({}, {"rope_freqs.weight": np.full(16, 4, np.float32)}, "rope_freqs.weight"),
-        ({}, {"blk.1.attn_q.bias": np.ones(128, np.float32)}, "reads no blk.1.attn_q.bias"),
-        ({}, {"blk.1.rope_factors.weight": np.ones(8, np.float32)}, "no blk.1.rope_factors"),
-    ],
-)
+NO_PLACE = {
+    "rope.scaling.type": "longrope", "block_count": 10**8, "rope.scaling.attn_factor": 1.5,
+    "rope.dimension_count": 8, "attention.sliding_window": 8, "attention.value_length": 8,
+    "attn_logit_softcapping": 5.0, "logit_scale": 5.0, "rope_freqs.weight": 16,
+    "blk.1.attn_q.bias": 128, "blk.1.rope_factors.weight": 8,
+}  # fmt: skip
+"""Settings that a Llama has no place for; of a tensor, the length."""
+
+
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_what_a_model_has_no_place_for(whole, model, tmp_path, metadata, tensors, named, role):
+@pytest.mark.parametrize("name", NO_PLACE)
+def test_what_a_model_has_no_place_for(whole, model, tmp_path, name, role):
+    value, metadata, tensors, named = NO_PLACE[name], {}, {}, name
+    if name.endswith(("weight", "bias")):
+        tensors = {name: np.full(value, 4, np.float32)}
+    else:
+        metadata, named = {name: value}, f"llama.{name} is {value!r}"
     path = write_gguf(tmp_path / "m.gguf", model, "F32", metadata, tensors)
     with pytest.raises(SequoiaPlanError, match=re.escape(named)):
         load_pair(path, "none") if role == "target" else load_pair(str(whole), path)
@@ -270,22 +263,24 @@ def test_what_a_model_has_no_place_for(whole, model, tmp_path, metadata, tensors
 
 
 @pytest.mark.parametrize(
-    ("architecture", "key", "value", "name"),
+    "setting",
     [
-        ("phi3", "attention.sliding_window", 9, "sliding_window"),
-        ("gemma2", "attention.sliding_window", 9, "sliding_window"),
-        ("gemma2", "attn_logit_softcapping", 9.0, "attn_logit_softcapping"),
-        ("gemma2", "final_logit_softcapping", 9.0, "final_logit_softcapping"),
-        ("gemma3", "final_logit_softcapping", 9.0, "final_logit_softcapping"),
-        ("qwen3", "attention.key_length", 9, "head_dim"),
-        ("qwen2moe", "expert_feed_forward_length", 9, "moe_intermediate_size"),
-        ("stablelm", "rope.freq_base", 9.0, "rope_theta"),
-        ("falcon", "feed_forward_length", 9, "ffn_hidden_size"),
-        ("nemotron", "attention.layer_norm_epsilon", 9.0, "norm_eps"),
+        "phi3 attention.sliding_window 9 sliding_window",
+        "gemma2 attention.sliding_window 9 sliding_window",
+        "gemma2 attn_logit_softcapping 9.0 attn_logit_softcapping",
+        "gemma2 final_logit_softcapping 9.0 final_logit_softcapping",
+        "gemma3 final_logit_softcapping 9.0 final_logit_softcapping",
+        "qwen3 attention.key_length 9 head_dim",
+        "qwen2moe expert_feed_forward_length 9 moe_intermediate_size",
+        "stablelm rope.freq_base 9.0 rope_theta",
+        "falcon feed_forward_length 9 ffn_hidden_size",
+        "nemotron attention.layer_norm_epsilon 9.0 norm_eps",
     ],
 )
-def test_settings_that_transformers_does_not_read(tmp_path, architecture, key, value, name):
+def test_settings_that_transformers_does_not_read(tmp_path, setting):
     """They are honoured: a file of metadata alone shows it."""
+    architecture, key, text, name = setting.split()
+    value = json.loads(text)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     add_metadata(writer, architecture, {"vocab_size": 300, "block_count": 2, key: value})
     for tensor in "ab":

@@ -3,8 +3,6 @@
 There is one of each architecture that people use, and some that cannot decode with a tree.
 """
 
-from __future__ import annotations
-
 import torch
 import transformers as hf
 

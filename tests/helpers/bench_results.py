@@ -1,7 +1,5 @@
 """Results of bench that are what their numbers say."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import BenchResult, Plan, TokenTree

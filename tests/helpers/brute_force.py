@@ -1,7 +1,5 @@
 """Every small tree: what no solver may exceed, for any type of draft."""
 
-from __future__ import annotations
-
 import math
 
 from strategies import all_trees

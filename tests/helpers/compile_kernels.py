@@ -8,8 +8,6 @@ spilled to memory, asynchronous copies, whether a logarithm is approximate) or t
 kernels' files are loaded by path, so that neither torch nor this package is needed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Small random drafts in the layouts that people share, as files, and small targets for them."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -25,7 +23,7 @@ VOCABULARY, HIDDEN, LAYERS = 48, 16, 4
 def golden(algorithm):
     """{variant: (config, weights, inputs and logits)} as speculators 0.9.0 wrote and computed them.
 
-    See data/speculators_golden.py.
+    See tools/speculators_golden.py.
     """
     variants = {}
     with safe_open(DATA / f"speculators-{algorithm}.safetensors", framework="pt") as file:

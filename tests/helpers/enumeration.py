@@ -3,13 +3,12 @@
 Also the draws that the verifiers are exact for, with the probability of each.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
 import numpy as np
 import torch
+from scipy.stats import chisquare
 
 from sequoia_plan.runtime.verify import TreeIndex
 
@@ -30,6 +29,26 @@ def without_replacement(q, count):
             yield order, probability
 
 
+def normalised(weights):
+    return weights / weights.sum()
+
+
+def exact_acceptance(p, q, count):
+    """float64 [count]: how often each child is accepted, by the definition of Sequoia's rule."""
+    acceptance = np.zeros(count)
+    for order, probability in without_replacement(q, count):
+        residual, draft_probs, left = p, q, 1.0
+        for rank, child in enumerate(order):
+            accept_prob = min(1, residual[child] / draft_probs[child])
+            acceptance[rank] += probability * left * accept_prob
+            left *= 1 - accept_prob
+            if left < 1e-12:
+                break
+            residual = normalised(np.maximum(residual - draft_probs, 0))
+            draft_probs = normalised(np.where(np.arange(len(q)) == child, 0, draft_probs))
+    return acceptance
+
+
 def independent(q, count):
     """Every ordered draw of `count` tokens with replacement, with its probability."""
     for order in itertools.product(np.flatnonzero(q).tolist(), repeat=count):
@@ -39,6 +58,16 @@ def independent(q, count):
 def most_probable(q, count):
     """The only possible draw, of probability 1."""
     yield tuple(torch.tensor(q).topk(count).indices.tolist()), 1.0
+
+
+def chi_square(drawn, probs):
+    """p-value of the drawn orders under `probs`; 0 if an order of probability 0 was drawn."""
+    counts = dict.fromkeys(probs, 0)
+    for order in map(tuple, drawn.tolist()):
+        if order not in counts:
+            return 0.0
+        counts[order] += 1
+    return chisquare([*counts.values()], [p * len(drawn) for p in probs.values()]).pvalue
 
 
 def outcomes(acceptance, tree, tokens, target_probs, index, d2t):

@@ -1,8 +1,6 @@
 """The exact law of what one step of a real decoder puts out: every draw it could make is made, each
 with its probability."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sessions of processes, for tests of engines that must not outlive a program."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

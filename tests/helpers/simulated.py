@@ -1,8 +1,6 @@
 """Stand-ins for a CUDA device: graphs that are captured on the CPU, and what `Graphs.capture` calls
 of torch.cuda."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext

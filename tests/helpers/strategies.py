@@ -1,7 +1,5 @@
 """What hypothesis draws: trees, acceptance vectors and latencies, with awkward cases likely."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -81,3 +79,11 @@ def all_trees(size):
 def at_depth(rates, depth, branching=None):
     """Rates, as `Acceptance.given` takes them, for trees of this depth."""
     return Acceptance.given(rates).at_depth(depth, branching)
+
+
+def places(document, path=()):
+    """Every place in a document of lists and mappings."""
+    yield path
+    items = enumerate(document) if isinstance(document, list) else ()
+    for key, item in document.items() if isinstance(document, dict) else items:
+        yield from places(item, (*path, key))

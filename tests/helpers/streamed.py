@@ -1,7 +1,5 @@
 """A small model in a folder whose layers are streamed, for the tests of offloading."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One process of a tensor-parallel run, which torchrun starts. It writes its tokens as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -9,12 +7,11 @@ from pathlib import Path
 
 import torch
 from architectures import resembling, tiny
+from toys import TREE
 from transformers import AutoModelForCausalLM
 
-from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, step
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 PROMPT = [5, 6, 7, 8]
 
 

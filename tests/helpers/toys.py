@@ -8,8 +8,6 @@ mask, position, slot
 or compaction changes the law.
 """
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ import torch
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 
+TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 SMALL_TREES = {
     "chain": TokenTree.chain(3),
     "star": TokenTree.star(3),
@@ -158,3 +157,20 @@ def first_tokens(prompt, tree, seeds, covered=None, length=3, verifier="sequoia"
     first(0)
     decoder.step.prefill = again
     return np.array([first(seed) for seed in seeds])
+
+
+def naive_match(tokens, max_match, chain_length):
+    """The length of the match and the lookup chain of a text, by definition."""
+    last, best, end = len(tokens) - 1, 0, None
+    for position in range(last):
+        length = 0
+        while length < max_match and length <= position:
+            if tokens[position - length] != tokens[last - length]:
+                break
+            length += 1
+        if length and length >= best:
+            best, end = length, position
+    text = list(tokens)
+    for offset in range(chain_length if best else 0):
+        text.append(text[end + 1 + offset])
+    return best, text[len(tokens) :]

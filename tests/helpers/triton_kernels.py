@@ -1,7 +1,5 @@
 """Tests of Triton kernels import this: they are skipped without Triton, and run on `DEVICE`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What bench measured, in sentences, in a table and on a page."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

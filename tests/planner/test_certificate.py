@@ -1,7 +1,5 @@
 """The certificate, its bounds, and the baselines, none of which has more expected tokens."""
 
-from __future__ import annotations
-
 import pytest
 from brute_force import fitting
 from hypothesis import given, settings

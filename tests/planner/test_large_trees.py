@@ -1,7 +1,5 @@
 """Acceptance as a large tree meets it: counted on the text that it wrote, deep levels included."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -24,7 +22,7 @@ from sequoia_plan.profiler.observed import (
 )
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 WIDE = solve([0.5, 0.2, 0.1, 0.05], budget=24, depth=8).tree
 """24 nodes on seven levels."""
 

@@ -1,7 +1,5 @@
 """The interval for prompts of a kind that was not profiled, in simulations."""
 
-from __future__ import annotations
-
 from statistics import NormalDist
 
 import numpy as np

@@ -1,16 +1,14 @@
 """Trees by match: the search for looked-up spines and for portfolios, held against brute force."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from brute_force import DFLASH, EAGLE
-from click.testing import CliRunner
+from brute_force import TREES as SMALL_TREES
+from commands import succeed
 from msgspec import structs
-from strategies import all_trees
 
 from sequoia_plan.artifacts import (
     LANGUAGE_MODEL,
@@ -28,7 +26,6 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.report.panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import print_summary
@@ -45,7 +42,6 @@ from sequoia_plan.planner.solving.solve import solve
 from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, OtherSteps
 from sequoia_plan.planner.solving.speed.fastest import with_speed
 
-SMALL_TREES = [tree for size in range(1, 8) for tree in all_trees(size)]
 LEVELS, RANKS = 3, 2
 """Levels below the root's, and children of a node, of the trees in brute force."""
 
@@ -475,10 +471,8 @@ def test_the_terminal_tells_classes_and_spines_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lookup_profile().save("profile.yaml")
 
-    def output(*arguments):
-        result = CliRunner().invoke(main, arguments)
-        assert result.exit_code == 0, result.output
-        return result.output
+    def output(*words):
+        return succeed(*words).output
 
     limits = ("--budget", "16", "--depth", "10")
     assert "match of 2+ tokens" in output("solve", *limits)

@@ -1,7 +1,5 @@
 """The fastest tree for the hardware, the bound that proves it, and searches wrong on purpose."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from brute_force import DFLASH, EAGLE, fitting, max_speed
@@ -30,6 +28,7 @@ from sequoia_plan.planner.solving.tokens.frontier import best_tree
 TINY = Latency({n: 0.04 + 0.0005 * n for n in range(1, 8)}, {1: 0.002, 2: 0.012, 5: 0.02}, 0.001, 0)
 """Draft passes of two nodes cost six times those of one."""
 DRAFTINGS = st.sampled_from([LANGUAGE_MODEL, DFLASH, EAGLE])
+LIMITS = latencies(), st.integers(2, 7), st.integers(2, 6), DRAFTINGS
 
 
 TINY_ROWS = at_depth([0.5, 0.3, 0.1, 0.05], 5)
@@ -44,10 +43,7 @@ def by_brute_force(rates, times, budget, depth):
 @settings(max_examples=200)
 @given(
     rates(non_increasing=True, favouring=True),
-    latencies(),
-    st.integers(2, 7),
-    st.integers(2, 6),
-    DRAFTINGS,
+    *LIMITS,
 )
 def test_the_fastest_tree_is_found_and_proven(rates, latency, budget, depth, drafting):
     """Brute force over all trees finds none that is faster, whatever the curves."""
@@ -63,10 +59,7 @@ def test_the_fastest_tree_is_found_and_proven(rates, latency, budget, depth, dra
 @settings(max_examples=200)
 @given(
     rates() | rates(non_increasing=True),
-    latencies(),
-    st.integers(2, 7),
-    st.integers(2, 6),
-    DRAFTINGS,
+    *LIMITS,
 )
 def test_the_bound_on_speed_holds_for_any_acceptance(rates, latency, budget, depth, drafting):
     """And no tree of most tokens of a size and depth is faster than the tree that is taken."""

@@ -1,7 +1,5 @@
 """Both solvers for the most expected tokens are exact."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -89,15 +87,6 @@ def test_both_solvers_agree_on_rows_that_do_not_increase(rates, size, depth):
     ):
         np.testing.assert_allclose(values, expected, rtol=1e-12)
     assert pick_solver(rows, size) is best_first
-
-
-@given(rates(num_classes=[1]), st.integers(1, 30), st.integers(2, 6))
-def test_equal_classes_are_one(rates, size, depth):
-    one, two = (at_depth(np.repeat(rates, count, axis=1), depth) for count in (1, 2))
-    for values, expected in zip(
-        *(dynamic_programming.frontier(rows, size) for rows in (one, two)), strict=True
-    ):
-        np.testing.assert_array_equal(values, expected)
 
 
 def test_a_solver_that_ignores_the_class_is_noticed():

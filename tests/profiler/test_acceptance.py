@@ -1,7 +1,5 @@
 """Measured acceptance: as the verifiers accept, by level and class, also after an interruption."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -9,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from enumeration import exact_acceptance
 from toys import PROMPTS, ToyModel, toy_pair
 
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
@@ -21,7 +20,7 @@ from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 PLAIN_RULE = Sampling(1.0, verifier="sequoia")
 """Its acceptance is measured without an acceptance ratio."""
 TRAVERSAL = Sampling(1.0, verifier="traversal")
@@ -64,21 +63,6 @@ def test_stars_side_by_side_are_verified_as_one_by_one(verifier, d2t):
         torch.testing.assert_close(together[at], alone[0])
 
 
-def exact_acceptance(p, q):
-    """Of ranks 1 and 2, by enumeration of two children in draw order, by Sequoia's definition."""
-    first = second = 0.0
-    for s, t in itertools.permutations(range(len(p)), 2):
-        draw_prob = q[s] * q[t] / (1 - q[s])
-        accept_prob = min(1, p[s] / q[s])
-        residual = np.maximum(p - q, 0)
-        residual /= residual.sum()
-        draft_probs = np.where(np.arange(len(q)) == s, 0, q)
-        draft_probs /= draft_probs.sum()
-        first += draw_prob * accept_prob
-        second += draw_prob * (1 - accept_prob) * min(1, residual[t] / draft_probs[t])
-    return first, second
-
-
 @pytest.mark.parametrize(("draft_temperature", "is_exact"), [(None, True), (3.0, False)])
 def test_expected_acceptance_is_exact_on_average(draft_temperature, is_exact):
     """Against enumeration. Children drawn from other probabilities (the control) differ."""
@@ -88,7 +72,7 @@ def test_expected_acceptance_is_exact_on_average(draft_temperature, is_exact):
     logits = (p.log().expand(runs, -1), q.log().expand(runs, -1))
     children = DrawnChildren.draw(*logits, sampling, 2, generator, None)
     observed = children.expected_acceptance()
-    expected = exact_acceptance(p.double().numpy(), q.double().numpy())
+    expected = exact_acceptance(p.double().numpy(), q.double().numpy(), 2)
     z = (observed.mean(0).numpy() - expected) / (observed.std(0).numpy() / runs**0.5)
     assert (np.abs(z) < 4).all() == is_exact
 
@@ -185,21 +169,6 @@ def test_classes_are_those_of_the_decoded_tree():
     assert (by_class[1:] > 0).all() and by_class[0, 1] == 0
 
 
-def test_a_draft_that_is_wrong_first_leaves_the_spine():
-    """It always ranks the target's token second: every accepted node is off the spine."""
-
-    class Second(ToyModel):
-        def _covered(self, logits):
-            best, following = logits.topk(2).values.unbind(-1)
-            return torch.where(logits == best[..., None], following[..., None] - 1e-3, logits)
-
-    target, draft = ToyModel(0, context=512), Second(0, context=512)
-    pair = replace(toy_pair(), target=target, draft=draft)
-    observed = measured(pair, Sampling(), PROMPTS[:2], tokens_per_prompt=50)
-    assert observed.trials[:, 1:, 0].sum() == 0 < observed.trials[:, 1:, 1].sum()
-    assert observed.counts[:, 0, 0, 1].sum() == observed.trials[:, 0].sum()
-
-
 def test_the_ratio_of_traversal_is_applied_to_both_classes():
     """Each class has at most one accepted child a trial, also with few trials."""
     plain, multiplied = (
@@ -234,7 +203,6 @@ def test_precision_ends_the_work():
     assert few.precision() == float("inf")
 
 
-@pytest.mark.slow
 def test_the_precision_holds():
     """Errors of 30 small measurements, against all together, are as their 95 % intervals say."""
     long = measured(toy_pair(constant=True), TRAVERSAL, PROMPTS * 30, tokens_per_prompt=10)

@@ -1,15 +1,14 @@
 """Methods side by side: each decodes what it should, and the figures are what they are called."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import resembling, tiny
+from architectures import plain_text, resembling, tiny
 from bench_results import KINDS_PLAN, MIXTURE, TREE, decoded_by_kind, figures_of
 from click.testing import CliRunner
+from commands import succeed
 from msgspec.structs import replace
 from torch import nn
 
@@ -30,8 +29,8 @@ from sequoia_plan.planner.solving.baselines import bench_trees
 from sequoia_plan.profiler.bench import compare, make_methods
 from sequoia_plan.profiler.bench_figures import TITLES, summary
 from sequoia_plan.profiler.decoding_methods import PromptRun, with_full_vocabulary
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, context_remarks
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +87,6 @@ def texts(models, monkeypatch):
     return returned
 
 
-@pytest.mark.slow
 def test_greedy_methods_say_the_same(models, texts):
     """Ours, and transformers' ways: the same tokens, counted the same way."""
     methods = make_methods(models, models, TREES, Sampling(), 24)
@@ -106,18 +104,39 @@ def test_greedy_methods_say_the_same(models, texts):
     assert not models.target._forward_pre_hooks
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("repetition_penalty", 1.8), ("no_repeat_ngram_size", 1), ("suppress_tokens", None)],
+)
+def test_a_models_own_generation_config_counts_in_no_method(
+    models, texts, name, value, monkeypatch
+):
+    """In `generate` it is refused by name."""
+    target, ids = models.target, torch.arange(3, 20)[None]
+    greedy = plain_text(target, ids, 24)
+    value = value or greedy[0, 17:21].tolist()
+    monkeypatch.setattr(target.generation_config, name, value)
+    assert not plain_text(target, ids, 24).equal(greedy)
+    [remark] = context_remarks(target)
+    assert remark.startswith(f"target: its generation config has {name} {value}")
+    for decode in make_methods(models, models, TREES, Sampling(), 24).values():
+        decode(ids[0].tolist(), 0)
+        assert texts[-1] == greedy.tolist()
+    with pytest.raises(ArgumentError, match=f"{name}|RepetitionP|NoRepeatN|SuppressT"):
+        plain_text(target, ids, 24, custom_generate=sequoia, draft=models.draft, tree=TREE)
+
+
 def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
     ids = torch.arange(5)[None]
     before = models.draft(ids).logits
     wide = with_full_vocabulary(models.draft)(ids).logits
     assert wide.shape[-1] == models.target.config.vocab_size
-    assert torch.equal(wide[..., models.draft.d2t], before)
+    assert wide[..., models.draft.d2t].equal(before)
     assert wide.isneginf().sum() == wide.numel() - before.numel()
-    assert torch.equal(models.draft(ids).logits, before)
+    assert models.draft(ids).logits.equal(before)
     assert with_full_vocabulary(models.target) is models.target
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("filters", "keeps_one"),
     [
@@ -208,7 +227,6 @@ def test_predictions_are_the_plans(method, settings, sampling, is_predicted):
     assert prediction_for(*TREES["plain"], plan, {"temperature": 0.3}) == Prediction(1.0, 1.0)
 
 
-@pytest.mark.slow
 def test_the_command(run_bench, tmp_path):
     """Table, JSON, file and page from tiny models."""
     words = "--limit 2 --only plain --only sequoia --only generate"
@@ -230,15 +248,12 @@ def test_the_command(run_bench, tmp_path):
     assert wrong.exit_code == 2 and "only: found 'medusa'" in wrong.stderr
 
 
-@pytest.mark.slow
 def test_transformers_has_an_assistant_where_it_cannot_use_the_draft(tmp_path, monkeypatch):
     """That is the embedded language model for the embedded draft that reads hidden states."""
     monkeypatch.chdir(tmp_path)
     save_tree(TREE, "tree.safetensors")
     words = "bench --limit 1 --tokens 16 --only assisted --dtype float32 --json"
-    result = CliRunner().invoke(cli.main, words.split())
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
+    answer = json.loads(succeed(*words.split()).stdout)
     names = {role: model["name"] for role, model in answer["models"].items() if role != "target"}
     assert names == {"draft": DEFAULT_DRAFT, "assistant": LANGUAGE_MODEL}
     assert answer["contenders"]["assisted"]["tokens_per_step"] > 1.2
@@ -349,30 +364,28 @@ def test_what_the_plan_lacks_is_as_for_all_prompts_or_missing():
 def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     """Through compare and the file: the tree by match, and not plain decoding or the tree alone."""
     acceptance = TREE.plan.acceptance
-    by_match = tuple(MatchPlan(length, 0.5, acceptance, TOKENS, 0.06) for length in (0, 2))
-    measured = {"acceptance": acceptance, "latency": TREE.plan.latency}
-    plan = replace(KINDS_PLAN, by_match=by_match, **measured)
-
-    def decode(kinds, plan=plan):
+    intervals = [Interval(predicted_speedup=ends) for ends in ((1.1, 1.3), (0.9, 1.5))]
+    by_kind = replace(
+        KINDS_PLAN,
+        by_match=tuple(MatchPlan(length, 0.5, acceptance, TOKENS, 0.06) for length in (0, 2)),
+        acceptance=acceptance,
+        latency=TREE.plan.latency,
+        interval=intervals[0],
+        interval_new_kind=intervals[1],
+    )
+    for plan in (by_kind, replace(by_kind, speedup_by_kind={})):
         tree = TokenTree(TREE.parents, plan, by_match={2: TokenTree(TREE.parents, looks_up=True)})
-        prompts, names = [[1, 2, 3], [4, 5], [6, 7]], ["plain", "tree", "sequoia"]
-        trees = bench_trees(tree, "sequoia")
+        trees, names = bench_trees(tree, "sequoia"), ["plain", "tree", "sequoia"]
+        prompts, kinds = [[1, 2, 3], [4, 5], [6, 7]], ["copy", "copy", "chat"]
         result = compare(models, None, tree, trees, Sampling(), prompts, 4, names, kinds=kinds)
         result.save(tmp_path / "bench.json")
         assert BenchResult.load(tmp_path / "bench.json") == result
-        return result.methods
-
-    methods = decode(["copy", "copy", "chat"])
-    assert methods["sequoia"].prediction.speedup == 3.0
-    counts = {kind: figures.prompts for kind, figures in methods["sequoia"].by_kind.items()}
-    assert counts == {"copy": 2, "chat": 1}
-    assert methods["plain"].prediction == Prediction(1.0, 1.0)
-    assert methods["tree"].prediction == Prediction()
-    assert not decode([None, "poem", None])["sequoia"].by_kind
-    ends = [Interval(predicted_speedup=ends) for ends in ((1.1, 1.3), (0.9, 1.5))]
-    plan = replace(plan, speedup_by_kind={}, interval=ends[0], interval_new_kind=ends[1])
-    methods = decode(["copy", "copy", "chat"], plan)
-    prediction = methods["sequoia"].prediction
-    assert prediction.prompts_as_mixture is None and not methods["sequoia"].by_kind
-    assert (prediction.interval, prediction.interval_new_kind) == ((1.1, 1.3), (0.9, 1.5))
-    assert methods["plain"].prediction.interval is None
+        plain, alone, ours = (result.methods[name] for name in names)
+        assert (plain.prediction, alone.prediction) == (Prediction(1.0, 1.0), Prediction())
+        counts = {kind: figures.prompts for kind, figures in ours.by_kind.items()}
+        if plan is by_kind:
+            assert ours.prediction.speedup == 3.0 and counts == {"copy": 2, "chat": 1}
+        else:
+            found = ours.prediction.interval, ours.prediction.interval_new_kind
+            assert found == ((1.1, 1.3), (0.9, 1.5)) and counts == {}
+            assert ours.prediction.prompts_as_mixture is None

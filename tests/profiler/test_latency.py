@@ -1,7 +1,5 @@
 """Latency: what is recorded, never how long it took."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import sys
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import resembling, tiny
-from toys import PROMPTS, toy_pair
+from toys import PROMPTS, TREE, toy_pair
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import max_expected_tokens
@@ -116,9 +114,9 @@ def test_the_draft_pass_that_is_timed_reads_size_tokens_and_draws_a_child_of_eac
     probs, children = timer.draft_pass()
     assert widths == [size] and probs.shape == (size, 8) and children.shape == (size, 1)
     after, first = timer.step.sequence.tokens, int(timer.length) + size
-    assert torch.equal(after[first : first + size], children[:, 0])
-    assert torch.equal(after[:first], before[:first])
-    assert torch.equal(after[first + size :], before[first + size :])
+    assert after[first : first + size].equal(children[:, 0])
+    assert after[:first].equal(before[:first])
+    assert after[first + size :].equal(before[first + size :])
 
 
 def experts_of_timed_passes(monkeypatch):
@@ -150,7 +148,6 @@ def experts_of_timed_passes(monkeypatch):
     return {size: statistics.mean(numbers) for size, numbers in counts.items()}
 
 
-@pytest.mark.slow
 def test_timed_passes_read_text_as_it_is_decoded(monkeypatch):
     """Slots that all hold one token would run a few experts only, and larger trees seem free."""
     experts = experts_of_timed_passes(monkeypatch)
@@ -277,9 +274,7 @@ def test_a_size_that_does_not_fit_is_recorded(meter, monkeypatch, error, first_s
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, verifier="traversal")], ids=repr)
-@pytest.mark.parametrize(
-    "tree", [TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3]), TokenTree.chain(1)]
-)
+@pytest.mark.parametrize("tree", [TREE, TokenTree.chain(1)])
 def test_the_parts_of_a_step_add_up_to_it(pair, tree, sampling, monkeypatch):
     times = itertools.cycle([0.006, 0.05, 0.003, 0.07])
     module = sys.modules["sequoia_plan.profiler.breakdown"]

@@ -1,17 +1,16 @@
 """Counts by class of match: matching, trials, acceptance after a looked-up token, aggregation."""
 
-from __future__ import annotations
-
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from enumeration import without_replacement
+from enumeration import exact_acceptance, normalised, without_replacement
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import PROMPTS, ToyModel, toy_pair
+from toys import PROMPTS, ToyModel, naive_match, toy_pair
 
 from sequoia_plan.artifacts import lookup as lookup_artifact
 from sequoia_plan.artifacts.lookup import (
@@ -39,7 +38,7 @@ from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS
 from sequoia_plan.runtime import Pair, Sampling
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 texts = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 40), st.integers(0, 90)
 ).map(lambda drawn: (drawn[0] + [drawn[0][0]] * drawn[2], drawn[1]))
@@ -48,27 +47,9 @@ texts = st.tuples(
 
 def by_definition(text, position):
     """Match length, chain and run at a position."""
-    known = text[: position + 1]
-    length, end = 0, None
-    for earlier in range(position):
-        common = 0
-        while common < min(MAX_MATCH, earlier + 1) and (
-            known[earlier - common] == known[position - common]
-        ):
-            common += 1
-        if common and common >= length:
-            length, end = common, earlier
-    if not length:
-        return 0, [], 0
-    chain = list(known)
-    while len(chain) < position + 1 + MAX_RUN:
-        chain.append(chain[end + len(chain) - position])
-    chain = chain[position + 1 :]
-    run = 0
-    while run < MAX_RUN and position + 1 + run < len(text):
-        if text[position + 1 + run] != chain[run]:
-            break
-        run += 1
+    length, chain = naive_match(text[: position + 1], MAX_MATCH, MAX_RUN)
+    pairs = zip(chain, text[position + 1 :], strict=False)
+    run = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return length, chain[:CHAIN], run
 
 
@@ -156,37 +137,9 @@ class ScriptedModel(ToyModel):
 
 
 def exact_after_lookup(p, q, token, count):
-    """Acceptance of a looked-up token, then of drafted children, by the definition of the rule.
-
-    Args:
-        p, q: float64 [vocabulary], what the target and the draft say; q may lack tokens.
-        token: the token that lookup proposes.
-        count: how many children are drafted after it.
-
-    Returns:
-        float64 [1 + count], over every ordered draw of `count` other tokens.
-    """
-
-    def normalised(x):
-        return x / x.sum()
-
-    without = np.where(np.arange(len(q)) == token, 0, q)
-    result = np.zeros(1 + count)
-    result[0] = p[token]
-    for order, probability in without_replacement(normalised(without), count):
-        residual = normalised(np.where(np.arange(len(p)) == token, 0, p))
-        draft_probs, left = normalised(without), 1 - p[token]
-        for rank, child in enumerate(order, 1):
-            accept_prob = min(1, residual[child] / draft_probs[child])
-            result[rank] += probability * left * accept_prob
-            left *= 1 - accept_prob
-            residual = np.maximum(residual - draft_probs, 0)
-            if left < 1e-12:
-                break
-            residual = normalised(residual)
-            draft_probs = np.where(np.arange(len(q)) == child, 0, draft_probs)
-            draft_probs = normalised(draft_probs)
-    return result
+    """Acceptance of a looked-up token, then of `count` drafted children, by the definition."""
+    others = [normalised(np.where(np.arange(len(p)) == token, 0, probs)) for probs in (p, q)]
+    return [p[token], *(1 - p[token]) * exact_acceptance(*others, count)]
 
 
 @pytest.mark.parametrize("d2t", [None, [0, 2, 3, 4]])
@@ -352,11 +305,3 @@ def test_texts_are_kept_by_kind_of_prompt():
     np.testing.assert_allclose(drafted_accepted, totals.accepted, atol=1e-3)
     for kinds in (["chat", None], [str(number) for number in range(65)]):
         assert lookup_counts(observed.lookup, kinds).texts == {"all": tuple(texts_of_prompts)}
-
-
-def test_texts_that_repeat_nothing_have_counts_without_a_match():
-    trials = LookupTrials(np.arange(9), np.zeros(3, int), np.zeros(3, int))
-    tally = trials.tally(np.full((3, 2), 0.25), np.zeros((0, 2)))
-    counts = lookup_counts([tally], [None])
-    assert counts.classes[0].drafted.trials[0].sum() == 3
-    assert not any(part.looked_up for part in counts.classes)

@@ -1,7 +1,5 @@
 """From acceptance to a path: draws, greedy choice, precision."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

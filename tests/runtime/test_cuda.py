@@ -1,8 +1,6 @@
 """The logic of CUDA graphs, on the CPU: what is captured and how often, when graphs are captured
 anew, and which attention kernels are allowed."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +9,10 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 from architectures import plain_text, resembling, tiny
+from operations import Operations
 from simulated import Cuda, Recycling, simulate_capture
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from toys import ToyModel, toy_decoder
+from toys import TREE, ToyModel, toy_decoder
 
 from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
@@ -25,8 +23,7 @@ from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.models import forward
 from sequoia_plan.runtime.models.attention import attend_shared_heads, attending
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 def simulated():
@@ -70,7 +67,7 @@ def test_new_memory_makes_new_graphs(monkeypatch):
     decoder, eager = simulated(), toy_decoder(TREE)
     for prompt, tokens in (([3, 1, 4], 20), ([3, 1, 4], 20), ([3, 1, 4] * 20, 100)):
         expected = eager.generate(prompt, tokens).sequences
-        assert torch.equal(decoder.generate(prompt, tokens).sequences, expected)
+        assert decoder.generate(prompt, tokens).sequences.equal(expected)
     assert decoder.step.models.graphs.version == decoder.step.sequence.version == 2
 
 
@@ -229,20 +226,6 @@ def test_whole_numbers_add_up_alike_in_any_order():
 # Passes of a model
 
 
-class Operations(TorchDispatchMode):
-    """Notes the operations that run, and how many numbers the first result of each has."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        first = result[0] if isinstance(result, tuple) else result
-        self.calls.append((function.overloadpacket.__name__, getattr(first, "numel", int)()))
-        return result
-
-
 @pytest.mark.parametrize("tree", [TREE, TokenTree.chain(1)], ids=["tree", "plain"])
 def test_heads_that_share_keys_and_values_do_not_copy_them(tree):
     """transformers (the control) copies both in each of three layers; the logits are the same."""
@@ -288,8 +271,8 @@ def test_attention_is_replaced_in_our_passes_only():
     for each in passes:
         each.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(decoder.generate(ids, 20).sequences, expected)
-    assert torch.equal(plain_text(model, ids, 20), expected)
+    assert decoder.generate(ids, 20).sequences.equal(expected)
+    assert plain_text(model, ids, 20).equal(expected)
 
 
 @pytest.mark.parametrize("length", [2, 64, 65, 1500])

@@ -1,13 +1,11 @@
 """A fault while decoding is reported, and leaves the decoder usable."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import CONTEXT, plain_text, resembling, tiny
-from toys import Ids, ToyModel
+from toys import TREE, Ids, ToyModel
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
@@ -16,7 +14,6 @@ from sequoia_plan.runtime.verify import VERIFIERS
 pytestmark = pytest.mark.slow
 
 PROMPT = [3, 1, 4]
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 
 
 def pair(context=64, seed=2):
@@ -45,7 +42,7 @@ def test_logits_that_are_not_finite_are_reported_with_their_place(role, sampling
         decoder.generate(PROMPT, 12, sampling=sampling, seed=5)
     broken.by_position.copy_(healthy)
     sequences = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
-    assert torch.equal(sequences, expected)
+    assert sequences.equal(expected)
 
 
 def test_forbidden_tokens_are_not_a_fault():
@@ -77,7 +74,7 @@ def test_learned_positions_are_never_exceeded(tree):
     target = tiny("GPT-2")
     prompt = torch.arange(CONTEXT - 10)[None] % 90
     result = SequoiaDecoder(target, resembling(target), tree).generate(prompt, 100)
-    assert torch.equal(result.sequences, plain_text(target, prompt, 10))
+    assert result.sequences.equal(plain_text(target, prompt, 10))
     assert result.finish_reason == "context"
 
 
@@ -143,7 +140,7 @@ def test_an_interrupted_stream_leaves_the_decoder_usable(error, temperature):
     with pytest.raises(error):
         decoder.generate([6, 6], 40, temperature, seed=2, streamer=Breaks(error()))
     sequences = decoder.generate(PROMPT, 40, temperature, seed=1).sequences
-    assert torch.equal(sequences, expected)
+    assert sequences.equal(expected)
 
 
 def test_eos_inside_an_accepted_path():

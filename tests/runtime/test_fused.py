@@ -3,8 +3,6 @@
 They run on a CUDA device, or without one on the CPU, by Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, residual, traversa
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("one_thread"),
     # the interpreter computes with NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
@@ -205,7 +202,7 @@ def test_a_decoder_generates_the_same_with_kernels(sampling, covered, request, m
     counted = Changed(kernels.reject_child, after=lambda *args: ranks.append(args[7]))
     monkeypatch.setattr(kernels, "reject_child", counted)
     result = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3)
-    assert torch.equal(result.sequences, expected)
+    assert result.sequences.equal(expected)
     # a launch for each rank of the widest node, or of each level's
     launches = {"sequoia": [0, 1, 2], "traversal": [0, 1, 2, 0, 1, 0, 0], "spectr": []}
     assert ranks == launches[sampling.verifier] * result.steps
@@ -254,7 +251,7 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
         warnings.simplefilter("always")
         result = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3)
         decoder.with_tree(SMALL).generate([3, 1, 4], 12, sampling=sampling, seed=3)
-    assert torch.equal(result.sequences, expected) and result.steps > 1
+    assert result.sequences.equal(expected) and result.steps > 1
     messages = [str(warning.message) for warning in caught if name in str(warning.message)]
     assert messages == [
         f"{name}: its Triton kernel cannot be compiled, and slower tensor operations replace it: "

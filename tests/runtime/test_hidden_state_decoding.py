@@ -1,14 +1,12 @@
 """Decoding with each kind of draft is exact, and each step reads what it should read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import architectures
 import pytest
 import torch
 from scripted import Scripted, error_of_a_step
-from toys import SMALL_TREES
+from toys import SMALL_TREES, TREE
 
 from drafts import KINDS, PARTS, copy_with_its_cache, load, small_pair, small_target, write
 from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
@@ -20,7 +18,6 @@ from sequoia_plan.runtime.huggingface import sequoia
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.forward import TreeModel
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 DRAFTS = [*PARTS, "int8"]
 TREES = [
     TokenTree.chain(2),
@@ -29,7 +26,7 @@ TREES = [
     TREE,
     TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))]),
 ]
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
@@ -156,7 +153,7 @@ def test_half_precision(algorithm):
     target, draft = small_pair(algorithm)
     greedy = target.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, do_sample=False)
     mixed = SequoiaDecoder(target, draft.bfloat16(), TREE)
-    assert torch.equal(mixed.generate([3, 1, 4], 20).sequences, greedy)
+    assert mixed.generate([3, 1, 4], 20).sequences.equal(greedy)
     half = SequoiaDecoder(target.bfloat16(), draft, TREE)
     assert half.generate([3, 1, 4], 20, 1.0, seed=1).new_tokens == 20
 
@@ -218,5 +215,5 @@ def test_decoders_of_several_trees_share_a_sequence(tree):
             each.generate([3, 1, 4], 30, temperature, seed=2).sequences
             for each in (first.with_tree(tree), SequoiaDecoder(*models, tree))
         )
-        assert torch.equal(shared, alone)
+        assert shared.equal(alone)
     assert first.with_tree(tree).step.sequence is first.step.sequence

@@ -3,8 +3,6 @@
 The tests say which work may run before which, whatever the timing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ The installed Triton compiles a few variants. Each folder in SEQUOIA_PLAN_TRITON
 which compiles them all: `make kernels` installs those that the supported versions of torch bring.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 The kernels run on a CUDA device, or without one on the CPU, by Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from functools import partial
@@ -26,7 +24,7 @@ from sequoia_plan.runtime.models import attention, fused_layer, layer_operations
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.split_keys import split_key_attention
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16, torch.float32]
 """Triton's interpreter multiplies matrices of bfloat16 wrongly."""
@@ -156,7 +154,7 @@ def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
         with monkeypatch.context() as patch:
             use_kernels(patch)
             patch.setattr(attention, "split_key_attention", counted)
-            assert torch.equal(decoder.generate([5, 6, 7], 8).sequences, expected)
+            assert decoder.generate([5, 6, 7], 8).sequences.equal(expected)
         assert tree.size in launches
 
 
@@ -172,7 +170,7 @@ def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
         use_kernels(monkeypatch)
         split = partial(split_key_attention, num_parts=3)
         monkeypatch.setattr(attention, "split_key_attention", split)
-    assert torch.equal(decoder.generate([5, 6, 7], 16).sequences, expected)
+    assert decoder.generate([5, 6, 7], 16).sequences.equal(expected)
     captures = decoder.step.models.graphs.captures
     assert captures == ["step"] if splits_keys else len(captures) > 2
     # a kernel that cannot be compiled, a tree that is too large, another attention

@@ -1,12 +1,11 @@
 """Decoding with looked-up spines: the match, exactness by enumeration, and what the draft reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, error_of_a_step
+from toys import naive_match
 
 from drafts import KINDS, PARTS, small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
@@ -15,7 +14,7 @@ from sequoia_plan.runtime.base.lookup import look_up
 from sequoia_plan.runtime.captured_step import catch_up, note_accepted
 from sequoia_plan.runtime.step import TreeStep
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 def looking_up(*parents):
@@ -33,23 +32,6 @@ CHAIN = looking_up(0, 1, 2)
 SIBLINGS = looking_up(0, 0, 1, 2)  # a drafted sibling with a child beside the looked-up chain
 DEEP = looking_up(0, 0, 1, 1, 2, 3)  # drafted children of two nodes on the spine, and a tail
 SPINES = {"chain": CHAIN, "siblings": SIBLINGS, "deep": DEEP}
-
-
-def naive_match(tokens, max_match, chain_length):
-    """The match and the lookup chain of a text, by definition."""
-    last, best, end = len(tokens) - 1, 0, None
-    for position in range(last):
-        length = 0
-        while length < max_match and length <= position:
-            if tokens[position - length] != tokens[last - length]:
-                break
-            length += 1
-        if length and length >= best:
-            best, end = length, position
-    chain = []
-    for offset in range(chain_length if best else 0):
-        chain.append([*tokens, *chain][end + 1 + offset])
-    return best, chain
 
 
 @settings(max_examples=200)

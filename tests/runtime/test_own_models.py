@@ -3,8 +3,6 @@
 Drafts with padded vocabularies are tested, too.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from architectures import plain_text
 from click.testing import CliRunner
+from commands import succeed
 from paths import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,8 +42,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for words in COMMANDS[:2]:
-            result = CliRunner().invoke(main, words)
-            assert result.exit_code == 0, result.output
+            succeed(*words)
     assert sorted(path.name for path in folder.iterdir()) == ["draft", "target"]
     return folder
 
@@ -92,7 +90,7 @@ def test_a_draft_with_a_padded_or_shorter_vocabulary_loads_from_a_folder(
     decoder = SequoiaDecoder(loaded.target, loaded.draft, TokenTree.star(3))
     assert decoder.step.drafter.vocabulary == min(49152, 49152 + extra)
     expected = plain_text(loaded.target, torch.tensor([[1, 5, 300]]), 8)
-    assert torch.equal(decoder.generate([1, 5, 300], 8).sequences, expected)
+    assert decoder.generate([1, 5, 300], 8).sequences.equal(expected)
 
 
 def test_what_cannot_be_loaded_is_one_line(monkeypatch, tmp_path):

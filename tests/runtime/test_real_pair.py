@@ -1,7 +1,5 @@
 """The embedded pair, in float32: what we generate is what transformers generates."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

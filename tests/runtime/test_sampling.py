@@ -1,32 +1,19 @@
 """Sampling: draws and filtered probabilities are exactly what they are said to be."""
 
-from __future__ import annotations
-
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
-from enumeration import independent, without_replacement
-from scipy.stats import chisquare
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
+from architectures import tiny
+from enumeration import chi_square, independent, without_replacement
+from transformers import GenerationConfig, TopPLogitsWarper
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.base.drawing import INDEPENDENT, WITHOUT_REPLACEMENT
 from sequoia_plan.runtime.base.sampling import Sampling, top_p_filter
-
-
-def chi_square(drawn, probs):
-    """p-value of the drawn orders under `probs`; 0 if an order of probability 0 was drawn."""
-    counts = dict.fromkeys(probs, 0)
-    for order in map(tuple, drawn.tolist()):
-        if order not in counts:
-            return 0.0
-        counts[order] += 1
-    return chisquare([*counts.values()], [p * len(drawn) for p in probs.values()]).pvalue
-
 
 Q = [0.5, 0.3, 0.15, 0.05]
 
@@ -74,15 +61,6 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_filters_are_those_of_transformers_generate(settings):
     """The probabilities are those that `generate` reports for the same config."""
-    torch.manual_seed(0)
-    size = dict(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=300,
-    )
-    model = LlamaForCausalLM(LlamaConfig(**size, initializer_range=1.0)).eval()
     config = GenerationConfig(
         **({"top_k": 0} | settings),
         do_sample=True,
@@ -91,10 +69,8 @@ def test_filters_are_those_of_transformers_generate(settings):
         output_logits=True,
         return_dict_in_generate=True,
     )
-    ids = torch.randint(300, (6, 4))
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_config=config, pad_token_id=0
-    )
+    ids = torch.arange(24).view(6, 4)
+    output = tiny("Llama").generate(ids, generation_config=config)
     config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True)  # returns no scores
     ours = Sampling.from_generation_config(config)
     expected = torch.softmax(output.scores[0], -1)

@@ -1,10 +1,9 @@
 """A draft made from the target: its weights, an unchanged target, and the KV cache they share."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 
+import architectures
 import pytest
 import torch
 from architectures import READS_TREES, VOCABULARY, plain_text, tiny
@@ -24,10 +23,10 @@ from sequoia_plan.runtime.models.int8 import Int8Linear, rows_in_8_bits
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
 EXPERTS = {"Qwen3-MoE", "Mixtral"}
-FUSED = {"Llama", "Mistral", "Qwen2", "Qwen2, some layers windowed", "Qwen3", "SmolLM3"}
+FUSED = architectures.FUSED - EXPERTS
 """Their drafts have fused layers."""
 
 
@@ -146,7 +145,7 @@ def test_layers_are_read_one_at_a_time(name):
     draft = self_draft(target, lambda number: next(reader))
     reader.close()
     assert alive_counts == [0, 0, 0] and not alive
-    assert torch.equal(logits(draft, tokens), expected)
+    assert logits(draft, tokens).equal(expected)
     assert all(parameter.device.type == "meta" for parameter in layers_of(target).parameters())
 
 
@@ -171,7 +170,7 @@ def test_greedy_text_is_the_targets(name, shares, monkeypatch):
     sequence = decoder.step.sequence
     assert (decoder.step.drafter.drafting == SELF_DRAFT) == shares
     assert (sequence.draft is sequence.target) == shares
-    assert torch.equal(result.sequences, expected)
+    assert result.sequences.equal(expected)
     assert result.tokens_per_step > 2, "a copy in 8 bits must often agree with its original"
 
 
@@ -185,7 +184,7 @@ def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
     layers = decoder.step.drafter.model.model.model.layers
     layers[0].self_attn.qkv_proj.scales.data.mul_(3)
     monkeypatch.setattr(SelfDrafter, "prefill", lambda self, *args: None)
-    assert torch.equal(decoder.generate(prompt, 40).sequences, expected), "a poor copy is exact"
+    assert decoder.generate(prompt, 40).sequences.equal(expected), "a poor copy is exact"
     prefill = decoder.step.target.prefill
 
     def read_by_both(cache, tokens, on_chunk=None):
@@ -193,7 +192,7 @@ def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
         decoder.step.drafter.model.prefill(cache, tokens)
 
     monkeypatch.setattr(decoder.step.target, "prefill", read_by_both)
-    assert not torch.equal(decoder.generate(prompt, 40).sequences, expected)
+    assert not decoder.generate(prompt, 40).sequences.equal(expected)
 
 
 def test_only_copies_of_the_target_share():
@@ -206,7 +205,7 @@ def test_only_copies_of_the_target_share():
     sequence = copied.step.sequence
     assert sequence.draft is sequence.target is not decoder.step.sequence.target
     first, second = (each.generate([3, 1, 4], 30, 1.0, seed=0) for each in (decoder, copied))
-    assert torch.equal(first.sequences, second.sequences)
+    assert first.sequences.equal(second.sequences)
 
 
 @pytest.mark.usefixtures("in_the_targets_dtype")
@@ -224,7 +223,7 @@ def test_layers_in_memory_serve_target_and_draft(folder, resident, placement):
     assert 0 < own_bytes(pair.draft, pair.target) <= metadata["draft_bytes"]
     in_memory = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     result = SequoiaDecoder(pair.target, pair.draft, TREE).generate(PROMPT, 40)
-    assert torch.equal(result.sequences, plain_text(in_memory, PROMPT[None], 40))
+    assert result.sequences.equal(plain_text(in_memory, PROMPT[None], 40))
     assert result.tokens_per_step > 2
 
 

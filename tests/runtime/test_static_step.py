@@ -1,8 +1,6 @@
 """A step is a fixed sequence of tensor operations: it traces whole, and replaying the trace gives
 the same tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ from architectures import tiny
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from toys import TREE
 
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
@@ -27,7 +26,6 @@ from sequoia_plan.runtime.verify import VERIFIERS
 
 pytestmark = pytest.mark.slow
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 FILTERED = Sampling(0.8, top_p=0.9, top_k=20, min_p=0.01, draft_temperature=1.1)
 SETTINGS = [
     Sampling(0.0),

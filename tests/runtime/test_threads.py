@@ -1,7 +1,5 @@
 """Requests of many threads on one decoder: every text is the one that a single thread gets."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,16 +7,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from architectures import plain_text, resembling, tiny
-from toys import Ids
+from toys import TREE, Ids
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
 from sequoia_plan.runtime.base.sequence import SequenceLock
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 OTHER = TokenTree.chain(4)
 PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(32)]
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 Every draw of a whole tree and every outcome are enumerated.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -3,8 +3,6 @@
 The layers that read it are fused ones, whose matrices are views of the slots that weights come to.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -29,7 +27,7 @@ from sequoia_plan.runtime.offload import disk_stream, offloaded_target
 from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "own_cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 def test_the_file_has_every_weight_in_pass_order(folder):
@@ -76,7 +74,7 @@ def test_a_read_error_in_mid_decode(folder, monkeypatch):
     message = r"target-.*\.weights: cannot be read \(Input/output error\); delete it"
     with pytest.raises(SequoiaPlanError, match=message):
         tokens(offloaded)
-    assert torch.equal(tokens(offloaded), expected)
+    assert tokens(offloaded).equal(expected)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +118,7 @@ def test_damaged_weights_are_not_computed_with(folder):
         damage()
         with pytest.raises(SequoiaPlanError, match="it will be made again"):
             WeightFile(path)
-    assert torch.equal(tokens(streamed(folder)), expected)
+    assert tokens(streamed(folder)).equal(expected)
 
 
 def test_every_flipped_bit_of_the_index_is_noticed(folder):
@@ -150,9 +148,9 @@ def test_another_model_in_the_same_folder(folder, tmp_path, pair):
     new = OffloadedTarget(str(tmp_path / "a"), "cpu", torch.float32)
     assert old.file.path == new.file.path
     for name, tensor in old.layer(2).items():
-        assert torch.equal(tensor, old_layer[name])
+        assert tensor.equal(old_layer[name])
     name = "self_attn.q_proj.weight"
-    assert not torch.equal(new.layer(2)[name], old_layer[name])
+    assert not new.layer(2)[name].equal(old_layer[name])
 
 
 CODE = """
@@ -260,4 +258,4 @@ def test_weights_in_the_wrong_place_are_noticed(folder, monkeypatch):
 def test_layers_of_transformers_are_streamed_where_the_user_asks_for_them(folder):
     pair = streamed(folder, RESIDENT, placement="resident")
     assert not any(type(layer) is FusedLayer for layer in pair.target.model.layers)
-    assert torch.equal(tokens(pair), tokens(in_memory(folder, "resident")))
+    assert tokens(pair).equal(tokens(in_memory(folder, "resident")))

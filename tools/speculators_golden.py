@@ -6,7 +6,7 @@ Run once, in an environment of its own, because it pins another transformers; no
 this project:
 
     pip install speculators==0.9.0
-    python tests/data/speculators_golden.py tests/data
+    python tools/speculators_golden.py tests/data
 """
 
 from __future__ import annotations
