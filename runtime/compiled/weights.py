@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.runtime.compiled.attention import attender
+from sequoia_plan.runtime.compiled.encoding import encoder
 from sequoia_plan.runtime.compiled.forward import Model
 from sequoia_plan.runtime.compiled.gguf_blocks import read_blocks
 from sequoia_plan.runtime.compiled.packing import Arena, Blocks, Matrix, pack
 from sequoia_plan.runtime.compiled.products import (
     FORMAT_NAMES,
     FORMATS,
-    encoder,
     multiplier,
 )
 

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
+from sequoia_plan.runtime.compiled.encoding import encoder
 from sequoia_plan.runtime.compiled.gguf_blocks import BLOCK_BYTES, read_blocks
 from sequoia_plan.runtime.compiled.packing import Arena, Blocks, aligned_zeros, in_8_bits, pack
 from sequoia_plan.runtime.compiled.products import (
@@ -18,7 +19,6 @@ from sequoia_plan.runtime.compiled.products import (
     FORMATS,
     HAS_BFLOAT16_PRODUCTS,
     HAS_INTEGER_PRODUCTS,
-    encoder,
     multiplier,
 )
 from sequoia_plan.runtime.compiled.weights import describe
