@@ -112,16 +112,20 @@ def _umask() -> int:
 
 def read_bytes(path: str | Path, expected: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Read a file, or an endless device, up to a limit."""
+    chunks = []
+    bytes_left = max_bytes
     try:
         with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)
+            while bytes_left >= 0 and (chunk := file.read(1 << 20)):
+                chunks.append(chunk)
+                bytes_left -= len(chunk)
     except OSError as error:
         raise SequoiaPlanError(
             f"{path}: cannot be read ({error.strerror}); expected {expected}"
         ) from error
-    if len(data) > max_bytes:
+    if bytes_left < 0:
         raise SequoiaPlanError(f"{path}: larger than {max_bytes} bytes; expected {expected}")
-    return data
+    return b"".join(chunks)
 
 
 def read_json(path: str | Path, expected: str) -> Any:
