@@ -26,7 +26,7 @@ from sequoia_plan.runtime.models.architecture import (
     text_config,
     unwrapped,
 )
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
+from sequoia_plan.runtime.models.compiled_passes import CAN_COMPILE, compiled_pass, passes
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.fused_twin import twin_of, twins
 from sequoia_plan.runtime.models.model_state import Watch, check_mode, structure
@@ -203,7 +203,7 @@ def compile_passes(models: Iterable[Any]) -> None:
             except SequoiaPlanError:
                 del passes[unwrapped(model)]
         is_loaded = isinstance(model, PreTrainedModel) and model.device.type == "cpu"
-        if not is_loaded or model in passes:
+        if not is_loaded or model in passes or not CAN_COMPILE:
             continue
         # decoding on a GPU does not need these
         from sequoia_plan.runtime.compiled.target import compile_target, why_not

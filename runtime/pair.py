@@ -18,7 +18,7 @@ from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft, share_layers
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
+from sequoia_plan.runtime.models.compiled_passes import CAN_COMPILE, compiled_pass, passes
 from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
 from sequoia_plan.runtime.models.gguf import embedded_gguf
@@ -218,7 +218,7 @@ def _check_arguments(
 
 def _resolve_placement(placement: str, draft: str | None, device: str) -> str:
     """One of `PLACEMENTS`; ArgumentError for any other, and where passes cannot be compiled."""
-    can_compile = device == "cpu" and draft != INT8
+    can_compile = CAN_COMPILE and device == "cpu" and draft != INT8
     if placement == "auto":
         return COMPILED if can_compile else FUSED
     if placement not in PLACEMENTS:

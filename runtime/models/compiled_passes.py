@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,6 +10,8 @@ import torch
 
 from sequoia_plan.runtime.models.architecture import unwrapped
 
+CAN_COMPILE = find_spec("numba") is not None
+"""A slim runtime decodes without numba."""
 passes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Each model's `CompiledTarget` or `CompiledEagle`; None where PyTorch is to run it."""
 
