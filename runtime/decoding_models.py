@@ -81,7 +81,8 @@ class DecodingModels:
         self.target = TreeModel(target, layout, aux_hidden_state_layers=layers)
         self.passes = [compiled_pass(m) or twins.get(unwrapped(m)) for m in self.models]
         self.watch = Watch(structure)
-        self.check_unchanged()
+        for model in self.models:
+            self.watch.look(model)
         self.sequence = SequenceState(self.device)
         self.graphs = step_graphs(target, draft, self.device, captured)
 

@@ -29,7 +29,7 @@ class Workers:
         self.count = count
         self.counter = aligned_zeros((8,), np.int64)
         self.lock = Lock()
-        self.pool, self.process = ThreadPoolExecutor(max(count - 1, 1)), os.getpid()
+        self.process = 0  # the one that the pool's threads are in
 
     def __reduce__(self) -> Any:
         """For pickle and copies: threads of their own."""
@@ -38,7 +38,7 @@ class Workers:
     def run(self, *arguments: Any) -> None:
         """Call `forward` once in each thread."""
         if self.process != os.getpid():  # a fork has none of its parent's threads
-            self.pool, self.process = ThreadPoolExecutor(max(self.count - 1, 1)), os.getpid()
+            self.pool, self.process = ThreadPoolExecutor(self.count), os.getpid()
         self.counter[0] = 0
         address = self.counter.ctypes.data
         others: list[Future[None]] = []
@@ -183,9 +183,13 @@ class CompiledPass:
         )
 
 
+def cache_dtype(model: Any) -> torch.dtype:
+    """The dtype of a model's cached keys and values."""
+    return torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
+
+
 class CompiledModel(Copy):
-    """A model's packed weights, which its passes run with; pickled or copied, they are packed anew
-    before they are used."""
+    """A model's packed weights and its passes; a copy of it packs them anew before it runs."""
 
     runner: CompiledPass
 

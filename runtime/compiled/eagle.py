@@ -14,6 +14,7 @@ from sequoia_plan.runtime.compiled.compiled_pass import (
     CompiledCache,
     CompiledModel,
     CompiledPass,
+    cache_dtype,
     visible_slots,
 )
 from sequoia_plan.runtime.compiled.forward import UNIT, project, put_side_by_side
@@ -35,7 +36,7 @@ class CompiledEagle(CompiledModel):
     def pack(self, draft: Any) -> None:
         """See `Copy`."""
         config, first = draft.config, draft.layers[0]
-        self.dtype = torch.bfloat16 if draft.dtype == torch.bfloat16 else torch.float32
+        self.dtype = cache_dtype(draft)
         head = draft.get_output_embeddings()
         packed = pack_model(
             list(draft.layers), draft.norm, head, config, config.head_dim, self.dtype.itemsize,

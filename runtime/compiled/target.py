@@ -19,6 +19,7 @@ from sequoia_plan.runtime.compiled.compiled_pass import (
     CompiledCache,
     CompiledModel,
     CompiledPass,
+    cache_dtype,
     visible_slots,
 )
 from sequoia_plan.runtime.compiled.forward import UNIT
@@ -111,7 +112,7 @@ class CompiledTarget(CompiledModel):
         config, base = model.config, model.model
         head_dim = base.layers[0].self_attn.head_dim
         file = GgufWeights(self.gguf, head_dim) if self.gguf else None
-        self.dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
+        self.dtype = cache_dtype(model)
         packed = pack_model(
             list(base.layers),
             base.norm,

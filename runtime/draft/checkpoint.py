@@ -58,12 +58,7 @@ def find_checkpoint(source: str) -> Checkpoint | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         algorithm = _algorithm_of(config, source)
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ):  # transformers says what is wrong with it
+    except (OSError, ValueError, AttributeError, RecursionError):  # transformers says why
         return None
     if algorithm is None and not _has_fc(folder):
         return None

@@ -117,8 +117,8 @@ def _load(settings: dict[str, Any], tensors: dict[str, Tensor], target: Any) -> 
         ("hidden_size", embeddings.weight.shape[1]),
         ("num_hidden_layers", num_layers),
     ):
-        if (found := getattr(config, name)) != expected:
-            raise SequoiaPlanError(f"{name}: found {found!r:.60}, expected {expected}")
+        if (value := getattr(config, name)) != expected:
+            raise SequoiaPlanError(f"{name}: found {value!r:.60}, expected {expected}")
     d2t = tensors.pop(D2T_KEY, torch.empty(0))
     check_d2t(d2t, config.vocab_size, config.vocab_size)
     draft, weights = build_draft(config, embeddings, d2t.long()), dict(tensors)

@@ -254,18 +254,18 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
     An unknown key of that section is refused, and so is a value that makes it another model.
     """
-    known = SETTINGS[checkpoint.algorithm]
+    allowed = SETTINGS[checkpoint.algorithm]
     section_name = "dflash_config" if checkpoint.algorithm == DFLASH else "eagle_config"
     section = checkpoint.config.get(section_name) or {}
     if not isinstance(section, Mapping):
         raise SequoiaPlanError(f"{section_name}: found {section!r:.60}, expected a section")
-    if unknown_keys := sorted(key for key in section.keys() - known if section[key]):
+    if unknown_keys := sorted(key for key in section.keys() - allowed if section[key]):
         raise SequoiaPlanError(
             f"{section_name}.{unknown_keys[0]}: a variant that is not known; expected "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(allowed))}"
         )
     settings = {**checkpoint.config, **section}
-    for key, values in known.items():
+    for key, values in allowed.items():
         value = settings.get(key)
         if values and value is not None and json.dumps(value) not in map(json.dumps, values):
             raise SequoiaPlanError(f"{key}: found {value!r:.60}, expected one of {values}")

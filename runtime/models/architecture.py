@@ -86,6 +86,13 @@ def context_length(config: Any) -> int:
     return min(length, int(_rope(config).get("original_max_position_embeddings") or length))
 
 
+def head_size(config: Any) -> int:
+    """The numbers of one head."""
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
 def rope_changes(config: Any) -> bool:
     """Do rotary embeddings depend on the sequence's length? transformers then reads the length on
     the host in every pass."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.models.architecture import WINDOWED
+from sequoia_plan.runtime.models.architecture import WINDOWED, head_size
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
@@ -67,7 +67,7 @@ def read_config(gguf: Path) -> Any:
     prefix = f"{reader.fields['general.architecture'].contents()}."
     fields = {name: f for name, f in reader.fields.items() if name.startswith(prefix)}
     metadata = {name.removeprefix(prefix): field.contents() for name, field in fields.items()}
-    if metadata.get("attention.key_length", _head_dim(config)) != _head_dim(config):
+    if metadata.get("attention.key_length", head_size(config)) != head_size(config):
         config.head_dim = metadata["attention.key_length"]
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
@@ -113,7 +113,7 @@ def refuse_unread_tensors(gguf: Path, model: Any) -> None:
 def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
     """Let a configuration have a value of the metadata; False if it has no place for it."""
     if key in HEAD_SIZES:
-        return bool(value == _head_dim(config))
+        return bool(value == head_size(config))
     if key == ROPE_DIMENSIONS:
         return _set_rotary_dimensions(config, rope, value)
     if key in ROPE_SETTINGS:
@@ -133,17 +133,10 @@ def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
 
 def _set_rotary_dimensions(config: Any, rope: dict[str, Any], count: int) -> bool:
     """Let rotary embeddings turn so many numbers of a head; False if they turn all of it."""
-    head_dim = _head_dim(config)
+    head_dim = head_size(config)
     if "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = count / head_dim
     return count == int(head_dim * rope.get("partial_rotary_factor", 1))
-
-
-def _head_dim(config: Any) -> int:
-    """The numbers of a head."""
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
 
 
 def _set_factors(

@@ -64,7 +64,7 @@ def rotate_and_cache(
     key_heads = keys.shape[1]
     queries = heads.new_empty(1, tokens, num_heads - 2 * key_heads, head_dim)
     weights = [norm.weight for norm in norms] or [heads, heads]
-    cos, sin = [each.contiguous() for each in angles or (heads, heads)]
+    cos, sin = [angle.contiguous() for angle in angles or (heads, heads)]
     with torch.cuda.device_of(heads):  # Triton launches on the current device
         _kernels().rotate_and_cache[(tokens, num_heads)](
             heads, *weights, cos, sin, slots, queries, keys, values, queries.shape[2], key_heads,

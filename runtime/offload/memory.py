@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.runtime.models.architecture import text_config
+from sequoia_plan.runtime.models.architecture import head_size, text_config
 
 SLOTS = 3
 """Slots of the ring, a layer each. More slots gain nothing over as many resident layers, which take
@@ -137,11 +137,9 @@ def cache_bytes(model: Any) -> int:
     """Bytes of a model's KV cache of `KV_TOKENS` tokens, or of its context if that is shorter."""
     config = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
     tokens = min(KV_TOKENS, getattr(config, "max_position_embeddings", None) or KV_TOKENS)
     # a key and a value for each layer, head and token
-    num_elements = 2 * config.num_hidden_layers * heads * head_dim * tokens
+    num_elements = 2 * config.num_hidden_layers * heads * head_size(config) * tokens
     return int(num_elements * model.dtype.itemsize)
 
 

@@ -202,8 +202,8 @@ class OffloadedTarget:
             raise not_loadable(folder, error) from error
         file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         if file_of.keys() >= tensors.keys():
-            found = {name: file_of[name].get_slice(name).get_shape() for name in tensors}
-            shapes = ((name, found[name], tensors[name].shape) for name in tensors)
+            in_files = {name: file_of[name].get_slice(name).get_shape() for name in tensors}
+            shapes = ((name, in_files[name], tensors[name].shape) for name in tensors)
             refuse_shapes(folder, (s for s in shapes if list(s[1]) != list(s[2])))
             refuse_unread(folder, self.model, file_of.keys() - self.model.state_dict().keys())
             first_names: dict[int, str] = {}

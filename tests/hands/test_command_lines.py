@@ -255,9 +255,9 @@ def damage(document, rng):
     """A copy of a document with one to three places changed, removed, or filled from others."""
     document = deepcopy(document)
     for _ in range(rng.randrange(1, 4)):
-        if not (found := [place for place in places(document) if place]):
+        if not (choices := [place for place in places(document) if place]):
             break
-        *path, key = rng.choice(found)
+        *path, key = rng.choice(choices)
         parent = document
         for step in path:
             parent = parent[step]

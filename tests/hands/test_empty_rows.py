@@ -149,8 +149,8 @@ def test_filters_keep_what_they_say(logits, temperature, top_k, top_p, min_p, on
         if on_device:
             patch.setattr(sampling_module, "summands", sampling_module.whole_numbers)
         sampling = Sampling(temperature, top_p, top_k, min_p)
-        found = sampling.target_probs(torch.tensor([logits]))[0].numpy()
-    np.testing.assert_allclose(found, probs / probs.sum(), atol=1e-6)
+        filtered = sampling.target_probs(torch.tensor([logits]))[0].numpy()
+    np.testing.assert_allclose(filtered, probs / probs.sum(), atol=1e-6)
 
 
 def text_and_probs(decoder, prompt, temperature, monkeypatch):

@@ -233,10 +233,10 @@ def test_rotary_embeddings_are_scaled_as_the_gguf_file_says(tmp_path, kind, plac
         assert pair.placement == "compiled"
         target, mask = compiled_pass(pair.target), torch.full((24, 24), -1.0).triu(1)
         cache = target.new_cache(160, counts_positions=False)
-        found = target(cache, IDS[0], positions[0], IDS[0], mask)[0]
+        logits = target(cache, IDS[0], positions[0], IDS[0], mask)[0]
     else:
-        found = pair.target(IDS, position_ids=positions).logits[0]
-    assert torch.allclose(found, expected[0], atol=1e-3)
+        logits = pair.target(IDS, position_ids=positions).logits[0]
+    assert torch.allclose(logits, expected[0], atol=1e-3)
 
 
 NO_PLACE = {

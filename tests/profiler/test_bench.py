@@ -386,6 +386,6 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
         if plan is by_kind:
             assert ours.prediction.speedup == 3.0 and counts == {"copy": 2, "chat": 1}
         else:
-            found = ours.prediction.interval, ours.prediction.interval_new_kind
-            assert found == ((1.1, 1.3), (0.9, 1.5)) and counts == {}
+            intervals = ours.prediction.interval, ours.prediction.interval_new_kind
+            assert intervals == ((1.1, 1.3), (0.9, 1.5)) and counts == {}
             assert ours.prediction.prompts_as_mixture is None
