@@ -18,6 +18,7 @@ from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter, SelfDrafter
+from sequoia_plan.runtime.draft.mtp import MtpDraft
 from sequoia_plan.runtime.draft.self_draft import shares_cache
 from sequoia_plan.runtime.models.architecture import (
     execution_device,
@@ -183,7 +184,7 @@ class DecodingModels:
 def make_drafter(target: Any, draft: Any, vocabulary: int, d2t: Tensor | None) -> Drafter:
     """The drafter for a draft of `target`. `d2t` int64 [vocabulary]."""
     drafter: Any = LanguageModelDrafter
-    if isinstance(draft, (Eagle1, Eagle3)):
+    if isinstance(draft, (Eagle1, Eagle3, MtpDraft)):
         drafter = EagleDrafter
     elif isinstance(draft, DFlashModel):
         drafter = DFlashDrafter

@@ -15,6 +15,7 @@ from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
+from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
 from sequoia_plan.runtime.draft.self_draft import INT8, self_draft, share_layers
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
@@ -84,7 +85,8 @@ def load_pair(
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
         draft: the same; or a folder or hub ID of an EAGLE or DFlash draft (see `draft.checkpoint`);
             or a draft .safetensors file made for the target; or "int8" for a copy of the target in
-            8 bits (see `self_draft`; a folder of that name is "./int8"); or "none" for no draft;
+            8 bits (see `self_draft`; a folder of that name is "./int8"); or "mtp" for the head that
+            its checkpoint has for this (see `draft.mtp`); or "none" for no draft;
             or a name in `EMBEDDED_DRAFTS`. None for `DEFAULT_DRAFT`.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
@@ -294,6 +296,8 @@ def context_remarks(target: Any) -> tuple[str, ...]:
 
 def _load_draft(draft: str, target: Any, tokenizer: Any) -> tuple[Any, str, tuple[str, ...]]:
     """A draft that fits the target, its name, and remarks for the user."""
+    if draft == MTP:
+        return load_mtp(target), MTP, ()
     source = str(embedded_draft(draft)) if draft in EMBEDDED_DRAFTS else draft
     if source.endswith(".safetensors"):
         return load_draft(source, target), Path(source).stem, ()

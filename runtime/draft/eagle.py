@@ -19,7 +19,6 @@ from sequoia_plan.runtime.draft.drafter import (
     passes_by_level,
 )
 from sequoia_plan.runtime.models.forward import ForwardOutput
-from sequoia_plan.runtime.models.split_keys import splits_keys
 
 RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
 """Tokens whose features are kept: those that a first pass may read, and as many again, because a
@@ -137,14 +136,13 @@ class EagleDrafter(HiddenStateDrafter):
         # a row has the position of the token whose feature it takes, as in the engines
         *slots, positions = rows
         positions = (positions - 1).clamp(min=0)
-        angles = self.model.rotary_emb(self.model.fc.weight, positions[None])
+        angles = self.model.angles(positions)
         splits = (tensor.split(widths, -1) for tensor in (*slots, positions))
         return [*zip(*splits, masks, *(angle.split(widths, 1) for angle in angles), strict=True)]
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
-        model = self.model
-        return splits_keys(model.device, model.dtype, model.config.head_dim, tokens)
+        return bool(self.model.splits_keys(tokens))
 
     def num_read_again(self, tree: TokenTree) -> int:
         """As many tokens as the step has draft passes."""

@@ -1,4 +1,4 @@
-"""What drafts that read the target's hidden states have in common: EAGLE's and DFlash's weights."""
+"""What drafts that read the target's hidden states have in common: weights of their own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +22,7 @@ from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argume
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, text_config
 from sequoia_plan.runtime.models.attention import attending
+from sequoia_plan.runtime.models.split_keys import splits_keys
 
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
@@ -40,6 +41,7 @@ class HiddenStateDraft(nn.Module):
     """
 
     d2t: Tensor | None
+    fc: nn.Linear
 
     def __init__(
         self,
@@ -56,8 +58,9 @@ class HiddenStateDraft(nn.Module):
         self.aux_hidden_state_layers = aux_hidden_state_layers
         width = config.hidden_size
         self.fused_width = len(aux_hidden_state_layers) * text_config(target).hidden_size
-        _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
-        self.rotary_emb = rotary_class(config)
+        if config.model_type in LAYER_CLASSES:  # an MTP head's layer is of the target's kind
+            _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
+            self.rotary_emb = rotary_class(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if has_embeddings else None
         self.lm_head = nn.Linear(width, head_rows, bias=False) if head_rows else None
         layer_types = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
@@ -110,8 +113,17 @@ class HiddenStateDraft(nn.Module):
             hidden_states = hidden_states.to(self._target[0].dtype)
         return self.get_output_embeddings()(hidden_states)
 
-    def cache_layout(self) -> CacheLayout:
-        """The memory of its layers' keys and values."""
+    def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Cosines and sines [1, tokens, head_dim] of positions, int64 [tokens]."""
+        angles: tuple[Tensor, ...] = self.rotary_emb(self.fc.weight, positions[None])
+        return angles
+
+    def splits_keys(self, tokens: int) -> bool:
+        """See `Drafter`."""
+        return splits_keys(self.device, self.dtype, self.config.head_dim, tokens)
+
+    def cache_layout(self) -> int | CacheLayout:
+        """The memory of its layers' keys and values, or the number of its layers."""
         heads, head_dim = int(self.config.num_key_value_heads), int(self.config.head_dim)
         memory = (self.device, self.dtype, heads, head_dim)
         return ((memory, memory),) * len(self.layer_types)

@@ -58,7 +58,10 @@ def refuse_unread(folder: Path, model: Any, unread: Iterable[str]) -> None:
     Others, as heads that score texts, change no logits.
     """
     ignored = [OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]
-    unread = sorted(n for n in unread if not any(re.search(pattern, n) for pattern in ignored))
+    unread = sorted(unread)
+    heads = re.findall(r"(layers\.\d+\.)eh_proj", " ".join(unread))  # multi-token-prediction heads
+    ignored += map(re.escape, heads)
+    unread = [n for n in unread if not any(re.search(pattern, n) for pattern in ignored)]
     modules = dict(model.named_modules())
     layers = f"{decoder_layers(model)[0]}." if unread else ""
     for name in unread:
