@@ -1,10 +1,12 @@
-"""Drafting with DFlash: one pass gives the probabilities of all levels.
+"""Drafting with DFlash, DFlash 2 and DSpark: one pass gives the logits of all levels.
 
-A level's probabilities do not depend on the tokens above it, so they are known before anything is
-drawn. Each node's children are drawn from them separately: one draw for all nodes of a level would
-not be exact with every verifier (tests/runtime/test_hidden_state_decoding.py).
+DFlash's are known before anything is drawn. In DFlash 2 and DSpark they also depend on the parent's
+token, so children are drawn level after level. Each node's children are drawn separately: one draw
+for all nodes of a level is not exact with every verifier
+(tests/runtime/test_hidden_state_decoding.py).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,18 +30,26 @@ class DFlashDrafter(HiddenStateDrafter):
         self.drafting = dflash_draft(model.block.size, model.block.levels)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
-        """The one pass, with a row of logits for each node that has children."""
-        if not tree.num_drafted_levels:
-            return ()
-        parents = np.flatnonzero(tree.child_count)
-        parents = parents[tree.position_ids[parents] < tree.num_drafted_levels]
-        device = tensors.nodes.device
-        levels = torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device)
-        return (self.block_pass(tensors, levels, **children_to_draw(tree, parents, device)),)
+        """The one pass, with a row of logits for each node that has children.
 
-    def block_pass(
-        self, tensors: TreeTensors, logit_rows: Tensor | None, **children: Any
-    ) -> DraftPass:
+        Where logits depend on the parent's token, one entry for each level; the first runs the
+        model.
+        """
+        levels = range(tree.num_drafted_levels)
+        parents_of_draws = [np.asarray(tree.nodes_with_children(level)) for level in levels]
+        if levels and not self.model.path_head:
+            parents_of_draws = [np.concatenate(parents_of_draws)]
+        passes, device = [], tensors.nodes.device
+        for parents in parents_of_draws:
+            rows = torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device)
+            entry = self.block_pass(tensors, rows, **children_to_draw(tree, parents, device))
+            if passes:
+                nodes = torch.as_tensor(parents.astype(np.int64), device=device)
+                entry = replace(entry, input_slots=nodes)
+            passes.append(entry)
+        return tuple(passes)
+
+    def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **children: Any) -> DraftPass:
         """A pass over one block, which is the root's token and mask tokens after it."""
         block = torch.arange(self.model.block.size, device=tensors.nodes.device)
         no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
@@ -67,18 +77,32 @@ class DFlashDrafter(HiddenStateDrafter):
         columns: Tensor,
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """Run the one pass. `columns` int64 [extent]."""
+        """The logits of one draw, from the pass over the block. `columns` int64 [extent]."""
+        if previous is None:
+            shared = self._forward_block(draft_pass.offsets, sequence, columns.numel())
+        else:
+            (shared,) = previous.later
+        rows = [part.index_select(0, draft_pass.logit_rows) for part in shared]
+        if not (head := self.model.path_head):
+            return ForwardOutput(*rows)
+        # the first of a block is the root, the one parent of the first level
+        parents = sequence.length + draft_pass.input_slots[: draft_pass.num_parents]
+        return ForwardOutput(head(sequence.tokens[parents], *rows), later=(shared,))
+
+    def _forward_block(
+        self, offsets: Tensor, sequence: SequenceState, num_columns: int
+    ) -> tuple[Tensor, ...]:
+        """What the logits of all levels are made of, a row for each level."""
         cache, length, block = sequence.draft, sequence.length, self.model.block
-        slots, extent = length + draft_pass.offsets, columns.numel() + block.size
-        tokens = torch.where(draft_pass.offsets == 0, sequence.tokens[length], block.mask_token)
+        slots, extent = length + offsets, num_columns + block.size
+        tokens = torch.where(offsets == 0, sequence.tokens[length], block.mask_token)
         masks = self.model.block_masks(length, extent)
         cache = cache.at(slots, extent)
         with self.model.attending():
-            logits = self.model(tokens[None], slots[None], masks, cache)
-        logits = logits[0, 0, :, : self.vocabulary]  # one sequence, one block
-        if draft_pass.logit_rows is not None:
-            logits = logits.index_select(0, draft_pass.logit_rows)
-        return ForwardOutput(logits)
+            hidden_states = self.model(tokens[None], slots[None], masks, cache)[0, 0]
+        logits = self.model.head(hidden_states)[:, : self.vocabulary]
+        head = self.model.path_head
+        return head.prepare(logits, hidden_states) if head else (logits,)
 
     def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Cache the target's hidden states [tokens, width] of the committed tokens in `slots`."""

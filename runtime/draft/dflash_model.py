@@ -1,4 +1,4 @@
-"""The model of DFlash (arXiv 2602.06036, first version), which drafts a whole block in one pass.
+"""The model of DFlash (arXiv 2602.06036), DFlash 2 and DSpark: it drafts a block in one pass.
 
 A block is the root's token and mask tokens after it, with attention both ways. The text before the
 block is seen through the target's hidden states: each layer makes keys and values of them with its
@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.draft.block_heads import CandidateSelector, ConvolvedLayer, MarkovHead
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.models.architecture import WINDOWED
 from sequoia_plan.runtime.models.fused_layer import FusedAttention
@@ -29,6 +30,11 @@ class DraftBlock:
     from_root: bool = False
     causal_layer_types: frozenset[str] = frozenset()
     window_from_root: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 1
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    markov_rank: int = 0
 
     @property
     def levels(self) -> int:
@@ -45,7 +51,22 @@ class DFlashModel(HiddenStateDraft):
         self.block, width = block, self.config.hidden_size
         self.fc = nn.Linear(self.fused_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
+        if block.conv_kernel_size:
+            sizes = block.size, block.conv_kernel_size, block.conv_group_size
+            self.layer_class: Any = lambda *arguments: ConvolvedLayer(*arguments, *sizes)
         self.layers = self.new_layers()
+        tokens = self.config.vocab_size
+        if block.selector_rank:
+            sizes = block.selector_rank, block.selector_top_k
+            self.candidate_selector = CandidateSelector(tokens, width, *sizes)
+        if block.markov_rank:
+            own_tokens = tokens if self.d2t is None else self.d2t.numel()
+            self.markov_head = MarkovHead(tokens, own_tokens, block.markov_rank)
+
+    @property
+    def path_head(self) -> CandidateSelector | MarkovHead | None:
+        """What makes the logits of a node's children depend on its token."""
+        return getattr(self, "candidate_selector", None) or getattr(self, "markov_head", None)
 
     def cache_context(self, hidden_states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write the keys and values of committed tokens to a cache.
@@ -92,7 +113,7 @@ class DFlashModel(HiddenStateDraft):
         masks: Mapping[str, Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """One pass over blocks; training uses it, too.
+        """One pass over blocks: what the head reads, [batch, blocks, levels, hidden size].
 
         `tokens` int64 [batch, blocks * size]; `positions` int64 [batch, blocks * size].
         """
@@ -100,4 +121,4 @@ class DFlashModel(HiddenStateDraft):
         hidden = self.run_layers(embedded, self.rotary_emb(embedded, positions), masks, cache)
         rows_of_block = hidden.unflatten(1, (-1, self.block.size))
         # the root's row is left out if it drafts nothing
-        return self.head(self.norm(rows_of_block[:, :, self.block.size - self.block.levels :]))
+        return self.norm(rows_of_block[:, :, self.block.size - self.block.levels :])
