@@ -39,7 +39,8 @@ class DFlashDrafter(HiddenStateDrafter):
         parents_of_draws = [np.asarray(tree.nodes_with_children(level)) for level in levels]
         if levels and not self.model.path_head:
             parents_of_draws = [np.concatenate(parents_of_draws)]
-        passes, device = [], tensors.nodes.device
+        passes: list[DraftPass] = []
+        device = tensors.nodes.device
         for parents in parents_of_draws:
             rows = torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device)
             entry = self.block_pass(tensors, rows, **children_to_draw(tree, parents, device))
@@ -79,15 +80,16 @@ class DFlashDrafter(HiddenStateDrafter):
     ) -> ForwardOutput:
         """The logits of one draw, from the pass over the block. `columns` int64 [extent]."""
         if previous is None:
-            shared = self._forward_block(draft_pass.offsets, sequence, columns.numel())
+            later: Any = (self._forward_block(draft_pass.offsets, sequence, columns.numel()),)
         else:
-            (shared,) = previous.later
-        rows = [part.index_select(0, draft_pass.logit_rows) for part in shared]
+            later = previous.later
+        assert draft_pass.logit_rows is not None
+        rows = [part.index_select(0, draft_pass.logit_rows) for part in later[0]]
         if not (head := self.model.path_head):
-            return ForwardOutput(*rows)
+            return ForwardOutput(rows[0])
         # the first of a block is the root, the one parent of the first level
         parents = sequence.length + draft_pass.input_slots[: draft_pass.num_parents]
-        return ForwardOutput(head(sequence.tokens[parents], *rows), later=(shared,))
+        return ForwardOutput(head(sequence.tokens[parents], *rows), later=later)
 
     def _forward_block(
         self, offsets: Tensor, sequence: SequenceState, num_columns: int

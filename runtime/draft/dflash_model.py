@@ -57,8 +57,9 @@ class DFlashModel(HiddenStateDraft):
         self.layers = self.new_layers()
         tokens = self.config.vocab_size
         if block.selector_rank:
-            sizes = block.selector_rank, block.selector_top_k
-            self.candidate_selector = CandidateSelector(tokens, width, *sizes)
+            self.candidate_selector = CandidateSelector(
+                tokens, width, block.selector_rank, block.selector_top_k
+            )
         if block.markov_rank:
             own_tokens = tokens if self.d2t is None else self.d2t.numel()
             self.markov_head = MarkovHead(tokens, own_tokens, block.markov_rank)

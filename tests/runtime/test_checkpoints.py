@@ -40,6 +40,15 @@ def nested(**config):
     return NESTED | {"transformer_layer_config": layers} | config, weights
 
 
+def changed_parts(algorithm, **changes):
+    return changed(*PARTS[algorithm](TARGET), changes)
+
+
+def block2(**settings):
+    config, weights = PARTS["DFlash 2"](TARGET)
+    return config | {"dflash_config": config["dflash_config"] | settings}, weights
+
+
 def layer_ids(ids):
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
 
@@ -53,7 +62,30 @@ NO_FIT = "its weights do not fit its config.json and this target: .*"
 NO_DRAFT = "its config.json makes no .* draft for this target"
 BAD = {
     "Medusa": (lambda: eagle3(architectures=["MedusaModel"]), ANOTHER_KIND),
-    "the second DFlash": (lambda: dflash(architectures=["DFlash2DraftModel"]), ANOTHER_KIND),
+    "DSpark of an unknown layout": (
+        lambda: changed_parts("DSpark", architectures=["DSparkDraftModel"]),
+        ANOTHER_KIND,
+    ),
+    "a DFlash without a selector": (
+        lambda: dflash(architectures=["DFlash2DraftModel"]),
+        "conv_kernel_size, .*: found .None",
+    ),
+    "a selector of nothing": (lambda: block2(selector_top_k=0), "selector_top_k: found"),
+    "groups that do not divide": (lambda: block2(conv_group_size=5), "groups that divide 16"),
+    "another convolution": (lambda: block2(conv_kernel_size=3), NO_FIT + "base_kernel"),
+    "scaled embeddings": (lambda: block2(input_embedding_scale=2), "input_embedding_scale: found"),
+    "a selector lost": (
+        lambda: changed_parts("DFlash 2", **{"candidate_selector.hidden_projection.weight": None}),
+        NO_FIT + "hidden_projection",
+    ),
+    "a Markov head with a gate": (
+        lambda: changed_parts("DSpark", markov_head_type="gated"),
+        "markov_head_type: found 'gated'",
+    ),
+    "a selector and a smaller vocabulary": (
+        lambda: changed_parts("DFlash 2", **{"d2t.weight": None}),
+        "d2t: found",
+    ),
     "another type of speculators": (lambda: nested(speculators_model_type="mtp"), ANOTHER_KIND),
     "d2t of token numbers": (lambda: eagle3(d2t=torch.arange(16) * 2), "d2t: expected offsets"),
     "d2t twice": (lambda: eagle3(d2t=-torch.arange(16), t2d=None), "d2t: expected offsets"),
@@ -110,7 +142,7 @@ def test_profile_solve_generate_with_no_option_but_the_draft(
     models = ("--target", folders["target"], "--draft", folders[algorithm])
     run_briefly("profile", *models, "--tokens", "8", "--precision", "40%", "--temperature", "1")
     profile = Profile.load("profile.yaml")
-    is_block = algorithm == "DFlash"
+    is_block = algorithm in ("DFlash", "DFlash 2", "DSpark")
     assert profile.drafting.draft_type == ("block draft" if is_block else "feature draft")
     assert min(profile.latency.draft) == (5 if is_block else 1)
     assert profile.models["draft"]["name"] == algorithm
