@@ -4,6 +4,7 @@ DFlash 2 has convolutions around attention and MLP, and a selector; DSpark has a
 last two make the probabilities of a node's children depend on the node's token, without a pass.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,47 +15,46 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 class BlockConvolution(nn.Module):
     """A convolution over the tokens of a block before a part of a layer, and another after it.
 
-    A token's output is a weighted sum of itself and the tokens before it in its block. The weights
-    are learned ones for each channel plus what the token itself adds to a group of channels.
+    A token's output is a weighted sum of itself and the tokens before it. The weights are learned
+    ones for each channel plus what the token itself adds to all channels of a group.
     """
 
-    def __init__(self, width: int, size: int, taps: int, group: int) -> None:
+    def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
-        self.size, self.group = size, group
+        self.group = group
         self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
-    def kernels(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """The weights before and after the part: two of [batch, tokens, taps, width]."""
-        added = self.kernel_projection(hidden_states)
-        by_group = added.view(*added.shape[:-1], *self.base_kernel.shape[:2], -1)
-        return (self.base_kernel + by_group.repeat_interleave(self.group, -1)).unbind(-3)
+    def forward(self, rows: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """`part` between both convolutions: [1, block, width] -> the same shape."""
+        added = self.kernel_projection(rows).unflatten(-1, (*self.base_kernel.shape[:2], -1))
+        kernels = self.base_kernel + added.repeat_interleave(self.group, -1)
+        return _convolved(part(_convolved(rows, kernels[:, :, 0])), kernels[:, :, 1])
 
-    def forward(self, hidden_states: Tensor, kernel: Tensor) -> Tensor:
-        """[batch, tokens, width], whole blocks -> the same shape."""
-        blocks = hidden_states.unflatten(1, (-1, self.size))
-        earlier = [nn.functional.pad(blocks, (0, 0, tap, -tap)) for tap in range(kernel.shape[-2])]
-        return (torch.stack(earlier, -2).flatten(1, 2) * kernel).sum(-2)
+
+def _convolved(rows: Tensor, kernel: Tensor) -> Tensor:
+    """Each row and those before it, weighted by `kernel` [1, block, taps, width] and added."""
+    taps = range(kernel.shape[-2])
+    shifted = [nn.functional.pad(rows, (0, 0, tap, -tap)) for tap in taps]
+    return (torch.stack(shifted, -2) * kernel).sum(-2)
 
 
 class ConvolvedLayer(Qwen3DecoderLayer):
     """A layer of DFlash 2: Qwen3's, with convolutions around its attention and its MLP."""
 
-    def __init__(self, config: Any, number: int, *convolution: int) -> None:
+    def __init__(self, config: Any, number: int, taps: int, group: int) -> None:
         super().__init__(config, number)
-        self.attention_conv = BlockConvolution(config.hidden_size, *convolution)
-        self.mlp_conv = BlockConvolution(config.hidden_size, *convolution)
+        self.attention_conv = BlockConvolution(config.hidden_size, taps, group)
+        self.mlp_conv = BlockConvolution(config.hidden_size, taps, group)
 
     def forward(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
-        """[batch, tokens, hidden size] -> the same shape."""
-        rows = self.input_layernorm(hidden_states)
-        before, after = self.attention_conv.kernels(rows)
-        rows = self.self_attn(hidden_states=self.attention_conv(rows, before), **inputs)[0]
-        hidden_states = hidden_states + self.attention_conv(rows, after)
+        """[1, block, hidden size] -> the same shape."""
+        hidden_states = hidden_states + self.attention_conv(
+            self.input_layernorm(hidden_states),
+            lambda rows: self.self_attn(hidden_states=rows, **inputs)[0],
+        )
         rows = self.post_attention_layernorm(hidden_states)
-        before, after = self.mlp_conv.kernels(rows)
-        rows = self.mlp(self.mlp_conv(rows, before))
-        return hidden_states + self.mlp_conv(rows, after)
+        return hidden_states + self.mlp_conv(rows, self.mlp)
 
 
 class CandidateSelector(nn.Module):

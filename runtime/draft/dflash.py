@@ -6,7 +6,6 @@ for all nodes of a level is not exact with every verifier
 (tests/runtime/test_hidden_state_decoding.py).
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,18 +42,18 @@ class DFlashDrafter(HiddenStateDrafter):
         device = tensors.nodes.device
         for parents in parents_of_draws:
             rows = torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device)
-            entry = self.block_pass(tensors, rows, **children_to_draw(tree, parents, device))
+            fields = children_to_draw(tree, parents, device)
             if passes:
-                nodes = torch.as_tensor(parents.astype(np.int64), device=device)
-                entry = replace(entry, input_slots=nodes)
-            passes.append(entry)
+                fields["input_slots"] = torch.as_tensor(parents.astype(np.int64), device=device)
+            passes.append(self.block_pass(tensors, rows, **fields))
         return tuple(passes)
 
-    def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **children: Any) -> DraftPass:
+    def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **fields: Any) -> DraftPass:
         """A pass over one block, which is the root's token and mask tokens after it."""
         block = torch.arange(self.model.block.size, device=tensors.nodes.device)
         no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
-        return DraftPass(block, block, no_mask, logit_rows=logit_rows, **children)
+        fields = {"input_slots": block, **fields}
+        return DraftPass(offsets=block, mask=no_mask, logit_rows=logit_rows, **fields)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, and of those of a block after the last token."""
@@ -83,8 +82,7 @@ class DFlashDrafter(HiddenStateDrafter):
             later: Any = (self._forward_block(draft_pass.offsets, sequence, columns.numel()),)
         else:
             later = previous.later
-        assert draft_pass.logit_rows is not None
-        rows = [part.index_select(0, draft_pass.logit_rows) for part in later[0]]
+        rows = [part[draft_pass.logit_rows] for part in later[0]]
         if not (head := self.model.path_head):
             return ForwardOutput(rows[0])
         # the first of a block is the root, the one parent of the first level
@@ -101,7 +99,7 @@ class DFlashDrafter(HiddenStateDrafter):
         masks = self.model.block_masks(length, extent)
         cache = cache.at(slots, extent)
         with self.model.attending():
-            hidden_states = self.model(tokens[None], slots[None], masks, cache)[0, 0]
+            hidden_states = self.model(tokens[None], slots[None], masks, cache)[0]
         logits = self.model.head(hidden_states)[:, : self.vocabulary]
         head = self.model.path_head
         return head.prepare(logits, hidden_states) if head else (logits,)

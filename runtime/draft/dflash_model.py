@@ -52,8 +52,9 @@ class DFlashModel(HiddenStateDraft):
         self.fc = nn.Linear(self.fused_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
         if block.conv_kernel_size:
-            sizes = block.size, block.conv_kernel_size, block.conv_group_size
-            self.layer_class: Any = lambda *arguments: ConvolvedLayer(*arguments, *sizes)
+            self.layer_class: Any = lambda *arguments: ConvolvedLayer(
+                *arguments, block.conv_kernel_size, block.conv_group_size
+            )
         self.layers = self.new_layers()
         tokens = self.config.vocab_size
         if block.selector_rank:
@@ -114,12 +115,11 @@ class DFlashModel(HiddenStateDraft):
         masks: Mapping[str, Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """One pass over blocks: what the head reads, [batch, blocks, levels, hidden size].
+        """One pass over a block: what the head reads, [1, levels, hidden size].
 
-        `tokens` int64 [batch, blocks * size]; `positions` int64 [batch, blocks * size].
+        `tokens` int64 [1, size]; `positions` int64 [1, size].
         """
         embedded = self.embed(tokens)
         hidden = self.run_layers(embedded, self.rotary_emb(embedded, positions), masks, cache)
-        rows_of_block = hidden.unflatten(1, (-1, self.block.size))
         # the root's row is left out if it drafts nothing
-        return self.norm(rows_of_block[:, :, self.block.size - self.block.levels :])
+        return self.norm(hidden[:, self.block.size - self.block.levels :])

@@ -46,9 +46,10 @@ LAYER_IDS = {
         "aux_hidden_states_layer_ids",
     ),
     **{(block, True): ("aux_hidden_state_layer_ids",) for block in BLOCK_DRAFTS},
-    (DFLASH, False): ("dflash_config.target_layer_ids",),
-    (DFLASH2, False): ("dflash_config.target_layer_ids",),
-    (DSPARK, False): ("target_layer_ids",),
+    **{
+        (block, False): ("dflash_config.target_layer_ids", "target_layer_ids")
+        for block in BLOCK_DRAFTS
+    },
 }
 """Where config.json may have layer numbers, by algorithm and whether the layout is speculators'."""
 LIKE_LAYER_IDS = re.compile(r"layer_?ids?$|aux.*layer")
@@ -56,17 +57,6 @@ LIKE_LAYER_IDS = re.compile(r"layer_?ids?$|aux.*layer")
 MAX_BLOCK_SIZE = 4096
 """Tokens; published blocks have 8 to 16."""
 ANY, FLAG, ON, UNSCALED = (), (False, True), (True,), (1, 1.0)
-DFLASH_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "block_size": ANY,
-    "mask_token_id": ANY,
-    "target_layer_ids": ANY,
-    "num_target_layers": ANY,
-    "is_causal": FLAG,
-    "causal": FLAG,
-    "sample_from_anchor": FLAG,
-    "sliding_window_non_causal": FLAG,
-    "use_aux_hidden_state": ON,
-}
 SIZES = {
     DFLASH: (),
     DFLASH2: ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
@@ -89,20 +79,26 @@ SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_mtp_layernorm": (False,),
         "parallel_draft_step": (1,),
     },
-    DFLASH: DFLASH_SETTINGS,
-    DFLASH2: {
-        **DFLASH_SETTINGS,
-        **dict.fromkeys(SIZES[DFLASH2], ANY),
-        "input_embedding_scale": UNSCALED,
-        "output_multiplier": UNSCALED,
-        "final_logit_softcapping": (0, 0.0),
-    },
-    DSPARK: {
-        **DFLASH_SETTINGS,
-        "markov_rank": ANY,
-        "markov_head_type": ("vanilla",),
-        "logit_scale": UNSCALED,
-    },
+    **dict.fromkeys(
+        BLOCK_DRAFTS,
+        {
+            **dict.fromkeys([name for names in SIZES.values() for name in names], ANY),
+            "block_size": ANY,
+            "mask_token_id": ANY,
+            "target_layer_ids": ANY,
+            "num_target_layers": ANY,
+            "is_causal": FLAG,
+            "causal": FLAG,
+            "sample_from_anchor": FLAG,
+            "sliding_window_non_causal": FLAG,
+            "use_aux_hidden_state": ON,
+            "markov_head_type": ("vanilla",),
+            "input_embedding_scale": UNSCALED,
+            "output_multiplier": UNSCALED,
+            "logit_scale": UNSCALED,
+            "final_logit_softcapping": (0, 0.0),
+        },
+    ),
 }
 """By algorithm, the known keys of its section of config.json, which may also be at the top, and the
 values that they may have; those of `ANY` are checked where they are read."""
