@@ -4,7 +4,6 @@ DFlash 2 has convolutions around attention and MLP, and a selector; DSpark has a
 last two make the probabilities of a node's children depend on the node's token, without a pass.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class BlockConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
-    def forward(self, rows: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(self, rows: Tensor, part: Any) -> Tensor:
         """`part` between both convolutions: [1, block, width] -> the same shape."""
         added = self.kernel_projection(rows).unflatten(-1, (*self.base_kernel.shape[:2], -1))
         kernels = self.base_kernel + added.repeat_interleave(self.group, -1)
@@ -70,8 +69,7 @@ class CandidateSelector(nn.Module):
     def prepare(self, logits: Tensor, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """What all nodes of a level share, from [levels, vocabulary] and [levels, width]."""
         largest, candidates = logits.float().topk(min(self.top_k, logits.shape[-1]))
-        unary = torch.full_like(logits, -torch.inf, dtype=torch.float32)
-        unary = unary.scatter(-1, candidates, largest)
+        unary = largest.new_full(logits.shape, -torch.inf).scatter(-1, candidates, largest)
         return unary, candidates, self.hidden_projection(hidden_states)
 
     def forward(self, parents: Tensor, unary: Tensor, candidates: Tensor, hidden: Tensor) -> Tensor:

@@ -78,31 +78,25 @@ class DFlashDrafter(HiddenStateDrafter):
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
         """The logits of one draw, from the pass over the block. `columns` int64 [extent]."""
+        head, length, block = self.model.path_head, sequence.length, self.model.block
         if previous is None:
-            later: Any = (self._forward_block(draft_pass.offsets, sequence, columns.numel()),)
+            slots, extent = length + draft_pass.offsets, columns.numel() + block.size
+            is_root = draft_pass.offsets == 0
+            tokens = torch.where(is_root, sequence.tokens[length], block.mask_token)[None]
+            masks = self.model.block_masks(length, extent)
+            with self.model.attending():
+                cache = sequence.draft.at(slots, extent)
+                hidden_states = self.model(tokens, slots[None], masks, cache)[0]
+            logits = self.model.head(hidden_states)[:, : self.vocabulary]
+            of_levels = head.prepare(logits, hidden_states) if head else (logits,)
         else:
-            later = previous.later
-        rows = [part[draft_pass.logit_rows] for part in later[0]]
-        if not (head := self.model.path_head):
+            (of_levels,) = previous.later
+        rows = [part[draft_pass.logit_rows] for part in of_levels]
+        if not head:
             return ForwardOutput(rows[0])
         # the first of a block is the root, the one parent of the first level
-        parents = sequence.length + draft_pass.input_slots[: draft_pass.num_parents]
-        return ForwardOutput(head(sequence.tokens[parents], *rows), later=later)
-
-    def _forward_block(
-        self, offsets: Tensor, sequence: SequenceState, num_columns: int
-    ) -> tuple[Tensor, ...]:
-        """What the logits of all levels are made of, a row for each level."""
-        cache, length, block = sequence.draft, sequence.length, self.model.block
-        slots, extent = length + offsets, num_columns + block.size
-        tokens = torch.where(offsets == 0, sequence.tokens[length], block.mask_token)
-        masks = self.model.block_masks(length, extent)
-        cache = cache.at(slots, extent)
-        with self.model.attending():
-            hidden_states = self.model(tokens[None], slots[None], masks, cache)[0]
-        logits = self.model.head(hidden_states)[:, : self.vocabulary]
-        head = self.model.path_head
-        return head.prepare(logits, hidden_states) if head else (logits,)
+        parents = sequence.tokens[length + draft_pass.input_slots[: draft_pass.num_parents]]
+        return ForwardOutput(head(parents, *rows), later=(of_levels,))
 
     def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Cache the target's hidden states [tokens, width] of the committed tokens in `slots`."""

@@ -7,6 +7,7 @@ own weights, once for each committed token. The draft's cache holds these, and n
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,8 @@ class DFlashModel(HiddenStateDraft):
         self.fc = nn.Linear(self.fused_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
         if block.conv_kernel_size:
-            self.layer_class: Any = lambda *arguments: ConvolvedLayer(
-                *arguments, block.conv_kernel_size, block.conv_group_size
-            )
+            sizes = {"taps": block.conv_kernel_size, "group": block.conv_group_size}
+            self.layer_class: Any = partial(ConvolvedLayer, **sizes)
         self.layers = self.new_layers()
         tokens = self.config.vocab_size
         if block.selector_rank:

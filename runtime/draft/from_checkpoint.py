@@ -79,9 +79,8 @@ SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_mtp_layernorm": (False,),
         "parallel_draft_step": (1,),
     },
-    **dict.fromkeys(
-        BLOCK_DRAFTS,
-        {
+    **{
+        algorithm: {
             **dict.fromkeys([name for names in SIZES.values() for name in names], ANY),
             "block_size": ANY,
             "mask_token_id": ANY,
@@ -97,8 +96,9 @@ SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
             "output_multiplier": UNSCALED,
             "logit_scale": UNSCALED,
             "final_logit_softcapping": (0, 0.0),
-        },
-    ),
+        }
+        for algorithm in BLOCK_DRAFTS
+    },
 }
 """By algorithm, the known keys of its section of config.json, which may also be at the top, and the
 values that they may have; those of `ANY` are checked where they are read."""
