@@ -21,6 +21,7 @@ class BlockConvolution(nn.Module):
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
         self.group = group
+        assert width % group == 0, "conv_group_size"
         self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 

@@ -35,7 +35,7 @@ class DFlashDrafter(HiddenStateDrafter):
         model.
         """
         levels = range(tree.num_drafted_levels)
-        parents_of_draws = [np.asarray(tree.nodes_with_children(level)) for level in levels]
+        parents_of_draws = [tree.nodes_with_children(level) for level in levels]
         if levels and not self.model.path_head:
             parents_of_draws = [np.concatenate(parents_of_draws)]
         passes: list[DraftPass] = []

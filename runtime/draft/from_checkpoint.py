@@ -172,8 +172,7 @@ def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
     else:
         if algorithm == DFLASH2 and d2t is not None:
             raise SequoiaPlanError("d2t: found, expected a DFlash 2 draft with all tokens")
-        block = _draft_block(checkpoint, settings, target, layer_config.hidden_size)
-        draft = DFlashModel(block=block, **arguments)
+        draft = DFlashModel(block=_draft_block(checkpoint, settings, target), **arguments)
     assert draft.window is None or draft.window > 0, "sliding_window"
     return draft
 
@@ -296,9 +295,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return settings
 
 
-def _draft_block(
-    checkpoint: Checkpoint, settings: Mapping[str, Any], target: Any, width: int
-) -> DraftBlock:
+def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: Any) -> DraftBlock:
     """What a block of this DFlash draft is, from its config.json.
 
     A block is the tokens that one pass reads: the root's, and mask tokens after it.
@@ -316,12 +313,8 @@ def _draft_block(
             f"mask_token_id: found {mask_token}, this target's tokens are 0 to {num_embeddings - 1}"
         )
     sizes: dict[str, Any] = {name: settings.get(name) for name in SIZES[algorithm]}
-    lowest, group = int(algorithm != DSPARK), sizes.get("conv_group_size", 1)
-    if not all(_is_int(size) and size >= lowest for size in sizes.values()) or width % group:
-        raise SequoiaPlanError(
-            f"{', '.join(sizes)}: found {[*sizes.values()]!r:.60}, expected whole numbers from "
-            f"{lowest} on, and groups that divide {width} channels"
-        )
+    if not all(_is_int(size) and size >= (algorithm != DSPARK) for size in sizes.values()):
+        raise SequoiaPlanError(f"{', '.join(sizes)}: found {sizes!r:.99}, expected whole numbers")
     from_root = settings.get("sample_from_anchor")
     if from_root is None and algorithm == DSPARK and from_speculators:
         raise SequoiaPlanError(
