@@ -49,6 +49,14 @@ def dflash2(**settings):
     return config | {"dflash_config": config["dflash_config"] | settings}, weights
 
 
+def flat_as_nested(config, weights, **settings):
+    """A block draft in speculators' layout."""
+    names = ("block_size", "mask_token_id", "markov_rank")
+    ids = {"aux_hidden_state_layer_ids": [number + 1 for number in config["target_layer_ids"]]}
+    settings |= {name: config[name] for name in names} | ids
+    return settings | {"transformer_layer_config": config}, weights
+
+
 def layer_ids(ids):
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
 
@@ -77,6 +85,10 @@ BAD = {
     "a selector lost": (
         lambda: parts_of("DFlash 2", **{"candidate_selector.hidden_projection.weight": None}),
         NO_FIT + "hidden_projection",
+    ),
+    "a Markov head of either kind": (
+        lambda: flat_as_nested(*parts_of("DSpark"), speculators_model_type="dspark"),
+        "sample_from_anchor: missing",
     ),
     "a gate": (lambda: parts_of("DSpark", markov_head_type="gated"), "markov_head_type: found"),
     "another type of speculators": (lambda: nested(speculators_model_type="mtp"), ANOTHER_KIND),
