@@ -169,10 +169,8 @@ def dflash2_parts(target, top_k=6, **shape):
 def dspark_parts(target, **shape):
     """(config, weights) of a random DSpark draft for `target`, as DeepSpec writes them."""
     config, weights = dflash_parts(target, sizes={"markov_rank": 3}, **shape)
-    settings = config | config.pop("dflash_config")
-    confidence = {"confidence_head.proj.weight": torch.ones(1, 19)}
-    heads = {"markov_head_type": "vanilla", "enable_confidence_head": True}
-    return settings | heads | {"architectures": ["Qwen3DSparkModel"]}, weights | confidence
+    settings = config | config.pop("dflash_config") | {"markov_head_type": "vanilla"}
+    return settings | {"architectures": ["Qwen3DSparkModel"]}, weights
 
 
 PARTS = {

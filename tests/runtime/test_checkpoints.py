@@ -52,7 +52,7 @@ def dflash2(**settings):
 def flat_as_nested(config, weights, **settings):
     """A block draft in speculators' layout."""
     names = ("block_size", "mask_token_id", "markov_rank")
-    ids = {"aux_hidden_state_layer_ids": [number + 1 for number in config["target_layer_ids"]]}
+    ids = {"aux_hidden_state_layer_ids": [n + 1 for n in config.pop("target_layer_ids")]}
     settings |= {name: config[name] for name in names} | ids
     return settings | {"transformer_layer_config": config}, weights
 
