@@ -50,6 +50,7 @@ class TreeCache(Cache):
     ) -> None:
         self.capacity = capacity
         self.extent = capacity
+        self.length: Tensor | None = None
         self.slots: Tensor | None = None
         self.positions = torch.arange(capacity, device=device) if counts_positions else None
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
@@ -150,9 +151,9 @@ class _CacheLayer(CacheLayerMixin):
         """How many slots attention looks at, and the first of them."""
         return self.cache.extent, 0
 
-    def get_seq_length(self) -> int:
-        """How many slots attention looks at."""
-        return self.cache.extent
+    def get_seq_length(self) -> int | Tensor:
+        """How many slots attention looks at, or a pass's number for each row."""
+        return self.cache.extent if self.cache.length is None else self.cache.length
 
     def get_max_length(self) -> int:
         """How many slots there are."""

@@ -13,6 +13,7 @@ from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argume
 from sequoia_plan.runtime.base.masks import additive_mask, mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
+    CHUNKED,
     FULL,
     UNLIMITED,
     WINDOWED,
@@ -76,6 +77,7 @@ class TreeModel:
         self.layer_memories = {memory for pair in layout for memory in pair or ()}
         self.context = context_length(config)
         self.window, self.masks_by_layer_type = attention_window(config)
+        self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         self.max_token_id = int(getattr(embedding, "num_embeddings", UNLIMITED)) - 1
         backend = "cuda" if self.device.type == "cuda" else "cpu"
@@ -132,6 +134,8 @@ class TreeModel:
         tokens = tokens.clamp(max=self.max_token_id)  # a draft may lack the target's last tokens
         cache = cache.at(slots, mask.shape[1])
         masks = self._attention_mask(cache, mask, positions, slots)
+        if self.has_chunks:  # Llama 4 scales queries by the length before a row, plus its number
+            cache.length = positions - torch.arange(positions.numel(), device=positions.device)
         if self.compiled_pass and isinstance(masks, Tensor):
             logits, hidden_states = self.compiled_pass(
                 cache, tokens, positions, slots, masks[0, 0], logits_to_keep,
@@ -195,7 +199,9 @@ class TreeModel:
         full = mask[None, None]
         if cache.positions is None or self.window is None:
             return full
-        windowed = windowed_mask(cache, mask, positions, slots, self.window)[None, None]
+        # a chunk is a window that begins with the chunk
+        window = positions[:, None] % self.window + 1 if self.has_chunks else self.window
+        windowed = windowed_mask(cache, mask, positions, slots, window)[None, None]
         if self.masks_by_layer_type:
-            return {FULL: full, WINDOWED: windowed}
+            return {FULL: full, WINDOWED: windowed, CHUNKED: windowed}
         return windowed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.weight_stream import WeightStream
@@ -24,6 +24,7 @@ from sequoia_plan.runtime.models.fuse import fuse, try_kinds
 from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order
 from sequoia_plan.runtime.models.gguf import cache_folder
 from sequoia_plan.runtime.models.loading import (
+    auto_class,
     load_whole,
     not_loadable,
     refuse_shapes,
@@ -234,7 +235,7 @@ def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         model = load_whole(folder, dtype)
     else:
         with init_empty_weights(include_buffers=False):  # a model computes its buffers itself
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            model = auto_class(config).from_config(config, dtype=dtype).eval()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, tokenizer

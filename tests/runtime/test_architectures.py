@@ -29,7 +29,21 @@ from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.probe import probe
 
 PAGE = (ROOT / "docs" / "architectures.md").read_text()
-WINDOWED = ["Qwen2, some layers windowed", "Mistral", "Mixtral", "Gemma 2", "Gemma 3"]
+WINDOWED = [
+    "Qwen2, some layers windowed",
+    "Mistral",
+    "Mixtral",
+    "Gemma 2",
+    "Gemma 3",
+    "Gemma 3n",
+    "Gemma 4",
+    "Llama 4",
+    "GPT-OSS",
+    "OLMo 3",
+    "MiMo-V2",
+    "Cohere 2",
+    "EXAONE 4",
+]
 BOUND = 1e-4
 pytestmark = pytest.mark.slow
 
@@ -140,8 +154,8 @@ def on_meta(model):
     model.to("meta")
 
 
-def chunked(model):
-    model.config.layer_types = ["chunked_attention", "full_attention", "full_attention"]
+def indexed(model):
+    model.config.layer_types = ["indexed_attention", "full_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +165,7 @@ def chunked(model):
         (with_flash_attention, "load the model with attn_implementation='sdpa'"),
         (not_finite, "its logits are not finite"),
         (on_meta, "its weights are on the meta device and nothing brings them"),
-        (chunked, "llama: layers of kind chunked_attention cannot branch"),
+        (indexed, "llama: layers of kind indexed_attention cannot branch"),
     ],
 )
 def test_what_cannot_be_computed_is_told_in_one_line(change, message):
@@ -170,7 +184,7 @@ def test_eager_and_sdpa_agree():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Qwen3-MoE"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"])
 def test_the_check_passes_in_low_precision(name, dtype):
     probe(tiny(name).to(dtype))
 

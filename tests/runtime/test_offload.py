@@ -94,8 +94,6 @@ def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
 def test_architectures(name, tmp_path, pair):
     """Tied weights, experts that transformers fuses as it loads them, windows, other names."""
     changes = {"n_layer": 6} if name == "GPT-2" else {"num_hidden_layers": 6}
-    if "Gemma" in name:
-        changes["layer_types"] = None
     tiny(name, **changes).save_pretrained(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
     in_memory = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
