@@ -35,7 +35,12 @@ from sequoia_plan.runtime.models.pretrained import local_folder, name_of
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
-from sequoia_plan.runtime.offload.streamed_layers import attach_stream, set_parameters, view_slots
+from sequoia_plan.runtime.offload.streamed_layers import (
+    attach_stream,
+    routed_tensors,
+    set_parameters,
+    view_slots,
+)
 from sequoia_plan.runtime.offload.weight_file import (
     WeightBlock,
     WeightFile,
@@ -172,12 +177,12 @@ class OffloadedTarget:
     def _layout(self) -> list[dict[str, Tensor]]:
         """The tensors of each block: those outside the layers and norms, then those of each layer.
 
-        A layer's have the order in which a fused layer joins them.
+        A layer's have the order in which a fused layer joins them; those of experts come last.
         """
         blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
         prefix, norm_names = f"{self.layers_name}.", self._norm_names()
-        tensors = _saved_tensors(self.model)
-        for name in in_joined_order(tensors):
+        tensors, routed = _saved_tensors(self.model), set(routed_tensors(self.model))
+        for name in sorted(in_joined_order(tensors), key=routed.__contains__):
             block_number = 0
             if name.startswith(prefix) and name not in norm_names:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])

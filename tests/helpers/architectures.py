@@ -59,7 +59,7 @@ READS_TREES = {
     "Qwen3": (hf.Qwen3ForCausalLM, GROUPED),
     "Qwen3-MoE": (
         hf.Qwen3MoeForCausalLM,
-        EXPERTS,
+        dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     ),
     "SmolLM3": (hf.SmolLM3ForCausalLM, dict(GROUPED, no_rope_layer_interval=2)),
     "Phi-3": (hf.Phi3ForCausalLM, dict(GROUPED, sliding_window=None)),
