@@ -13,6 +13,7 @@ from architectures import (
     REFUSED,
     TREE,
     VOCABULARY,
+    WINDOW,
     logits_errors,
     plain_text,
     resembling,
@@ -31,21 +32,7 @@ from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.probe import probe
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
-WINDOWED = [
-    "Qwen2, some layers windowed",
-    "Mistral",
-    "Mixtral",
-    "Gemma 2",
-    "Gemma 3",
-    "Gemma 3n",
-    "Gemma 4",
-    "Llama 4",
-    "GPT-OSS",
-    "OLMo 3",
-    "MiMo-V2",
-    "Cohere 2",
-    "EXAONE 4",
-]
+WINDOWED = [name for name, (_, sizes) in READS_TREES.items() if WINDOW in sizes.values()]
 BOUND = 1e-4
 pytestmark = pytest.mark.slow
 
