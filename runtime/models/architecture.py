@@ -12,6 +12,8 @@ CHANGING_ROPE = ("dynamic", "longrope")
 for; keys that are cached by then would be wrong."""
 FULL, WINDOWED = "full_attention", "sliding_attention"
 """transformers' names of layers that attend to all tokens before, and of those with a window."""
+RECURRENT = ("linear_attention", "conv", "hybrid")
+"""Those of layers with a recurrent state; beside attention in a layer, hybrid."""
 UNLIMITED = 1 << 30
 """Stands for a length or a vocabulary that the model does not limit."""
 
@@ -114,7 +116,7 @@ def attention_window(config: Any) -> tuple[int | None, bool]:
     """The sliding window of a model's attention, and whether its layers differ in type."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types |= set(getattr(config, "attention_layers", None) or ())
-    known_types = {FULL, WINDOWED, "attention", "global"}
+    known_types = {FULL, WINDOWED, "attention", "global", *RECURRENT, "moe", "mlp"}
     if unknown := sorted(layer_types - known_types):
         raise SequoiaPlanError(
             f"{config.model_type}: layers of kind {', '.join(unknown)} cannot branch into a tree, "

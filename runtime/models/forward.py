@@ -30,6 +30,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     take_aux_hidden_states,
 )
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.models.recurrent import RecurrentCache, record_inputs, recurrent_modules
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
@@ -91,6 +92,9 @@ class TreeModel:
         parameters = inspect.signature(plain_model.forward).parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.cache_argument = cache_argument(plain_model.forward)
+        self.recurrent_modules = recurrent_modules(plain_model)
+        for module in self.recurrent_modules:
+            record_inputs(module)
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
@@ -108,7 +112,10 @@ class TreeModel:
         if self.compiled_pass:
             cache: TreeCache = self.compiled_pass.new_cache(capacity, counts_positions=windowed)
             return cache
-        return TreeCache(self.layers, capacity, self.device, counts_positions=windowed)
+        arguments = self.layers, capacity, self.device
+        if count := len(self.recurrent_modules):
+            return RecurrentCache(count, *arguments, counts_positions=windowed)
+        return TreeCache(*arguments, counts_positions=windowed)
 
     def __call__(
         self,
@@ -168,7 +175,10 @@ class TreeModel:
     ) -> None:
         """Start a sequence with `tokens` (int64 [n]), in chunks so that the mask stays small."""
         cache.finite.fill_(True)
+        cache.clear()
         token_multiple, slot_multiple = self.prefill_multiples
+        if self.recurrent_modules:
+            token_multiple = 1  # they would read the padding
         for start in range(0, tokens.numel(), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
             width = min(round_up(chunk.numel(), token_multiple), cache.capacity - start)

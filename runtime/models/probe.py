@@ -95,8 +95,9 @@ def _try_tree(model: Any) -> CacheLayout:
         reason = (
             "cannot decode with a token tree, its logits there differ from those of the plain "
             f"sequence (relative error {error:.2g}, expected less than {bound:.2g}); only "
-            "attention that follows position_ids and the attention mask can, ALiBi and recurrent "
-            "layers cannot; where it is quantised, quantise its weights only, not its activations"
+            "attention that follows position_ids and the attention mask can, and recurrent layers "
+            "that go on from any state, ALiBi cannot; where it is quantised, quantise its weights "
+            "only, not its activations"
         )
     raise SequoiaPlanError(f"{model_type(model)}: {reason}")
 
@@ -108,10 +109,35 @@ def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:
     left out, because `_node_logits` reads it in a plain causal pass.
     """
     tokens = _random_tokens(tree_model)
+    if tree_model.recurrent_modules:
+        return _chain_error(tree_model, tokens)
     expected_logits = _path_logits(tree_model, tokens)
     cache = tree_model.new_cache(EXTENT)
     node_logits = _node_logits(tree_model, cache, tokens)
     errors = list(map(_relative_error, node_logits, expected_logits))
+    return float(torch.stack(errors).mean()), cache
+
+
+def _chain_error(tree_model: TreeModel, tokens: Tensor) -> tuple[float, TreeCache]:
+    """The same for chains after the prefix that are accepted in part, a token alone, and a chain.
+
+    `tokens` int64 [PREFIX + nodes].
+    """
+    cache = tree_model.new_cache(EXTENT)
+    expected = tree_model.model(input_ids=tokens[None], use_cache=False).logits[0, PREFIX:]
+    errors: list[Tensor] = []
+    end = 0
+    for num_right, num_wrong in ((PREFIX, 0), (1, 2), (2, 1), (1, 0), (2, 0)):
+        start, end = end, end + num_right
+        chain = torch.cat([tokens[start:end], tokens[:num_wrong]])
+        slots = start + torch.arange(len(chain), device=chain.device)
+        columns = torch.arange(EXTENT, device=chain.device)
+        mask = additive_mask(columns <= slots[:, None], tree_model.model.dtype)
+        cache.save()
+        logits = tree_model(cache, chain, slots, slots, mask).logits
+        cache.roll_back(torch.tensor([num_right], device=chain.device))
+        if start:
+            errors += map(_relative_error, logits, expected[start - PREFIX : end - PREFIX])
     return float(torch.stack(errors).mean()), cache
 
 
