@@ -112,10 +112,8 @@ class TreeModel:
         if self.compiled_pass:
             cache: TreeCache = self.compiled_pass.new_cache(capacity, counts_positions=windowed)
             return cache
-        arguments = self.layers, capacity, self.device
-        if count := len(self.recurrent_modules):
-            return RecurrentCache(count, *arguments, counts_positions=windowed)
-        return TreeCache(*arguments, counts_positions=windowed)
+        cache_class = RecurrentCache if self.recurrent_modules else TreeCache
+        return cache_class(self.layers, capacity, self.device, counts_positions=windowed)
 
     def __call__(
         self,

@@ -12,6 +12,7 @@ from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
 from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
     execution_device,
     model_type,
@@ -21,6 +22,7 @@ from sequoia_plan.runtime.models.architecture import (
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.model_state import Watch, workings
+from sequoia_plan.runtime.models.recurrent import recurrent_modules
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
@@ -67,6 +69,11 @@ def _check_description(model: Any) -> None:
         reason = (
             "its weights are on the meta device and nothing brings them; load them, or offload it "
             "with accelerate"
+        )
+    elif stream_of(unwrapped(model)) and recurrent_modules(model):
+        reason = (
+            "its layers with a recurrent state read tokens again, when streamed weights are gone; "
+            "load it without offload"
         )
     else:
         return

@@ -7,11 +7,10 @@ verified, the layers take the copy, and read again what they have read of the ac
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import LinearAttentionLayer
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -19,8 +18,6 @@ from sequoia_plan.runtime.base.cache import CacheLayer, TreeCache
 from sequoia_plan.runtime.models.architecture import unwrapped
 
 _CACHE_ARGUMENTS = {"cache_params", "cache", "past_key_values"}
-_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-"""One hook of each module serves all decoders of a model."""
 
 
 def recurrent_modules(model: Any) -> list[nn.Module]:
@@ -36,11 +33,8 @@ def recurrent_modules(model: Any) -> list[nn.Module]:
 class RecurrentCache(TreeCache):
     """The cache of a model with recurrent modules, which go back to a committed token."""
 
-    def __init__(self, num_modules: int, *args: Any, **options: Any) -> None:
-        self.num_modules = num_modules
-        self.states: list[dict[str, Any]] = []
-        self.inputs: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = None
-        super().__init__(*args, **options)
+    states: Sequence[dict[str, Any]] = ()
+    inputs: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = None
 
     def new_layer(self) -> CacheLayer:
         """A layer that may have keys and values, recurrent states, or both."""
@@ -54,14 +48,21 @@ class RecurrentCache(TreeCache):
 
     def save(self) -> None:
         """Copy the recurrent states, and record what the next pass's modules read."""
-        self.inputs, self.states = [], [_state_of(layer) for layer in self.layers]
+        attention = ("cache", "keys", "values", "is_initialized")
+        self.inputs, self.states = (
+            [],
+            [
+                {k: copy.deepcopy(v) for k, v in vars(layer).items() if k not in attention}
+                for layer in self.layers
+            ],
+        )
 
     def roll_back(self, count: Tensor) -> None:
         """Let the states be those after the first `count` (int64 [1]) tokens of the pass."""
         inputs, self.inputs = self.inputs, None
         if inputs is None or self.slots is None or (kept := int(count)) == len(self.slots):
             return
-        if len(inputs) != self.num_modules:
+        if not inputs:
             raise SequoiaPlanError(
                 "target: the inputs of its recurrent layers were not seen in a pass: hooks were "
                 "removed; make the decoder anew"
@@ -86,17 +87,10 @@ class _RecurrentCacheLayer(LinearAttentionLayer, CacheLayer):
         LinearAttentionLayer.__init__(self)
 
 
-def _state_of(layer: Any) -> dict[str, Any]:
-    """A copy of a layer's recurrent states and of what describes them."""
-    attention = ("cache", "keys", "values", "is_initialized")
-    return {k: copy.deepcopy(v) for k, v in vars(layer).items() if k not in attention}
-
-
 def record_inputs(module: nn.Module) -> None:
     """Let every pass with a `RecurrentCache` note what the module reads."""
-    if module in _hooks and _hooks[module].id in module._forward_pre_hooks:
-        return
-    _hooks[module] = module.register_forward_pre_hook(_record, with_kwargs=True)
+    if _record not in module._forward_pre_hooks.values():  # one hook serves all decoders
+        module.register_forward_pre_hook(_record, with_kwargs=True)
 
 
 def _record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
