@@ -17,12 +17,10 @@ from sequoia_plan.artifacts.latency import Latency
 from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.schema import Count, Metadata, YamlArtifact
 
-RECURRENT_LAYERS = "recurrent_layers"
-
 
 def takes_chains_only(models: Mapping[str, Any]) -> bool:
     """Has the target layers with a recurrent state? A tree would need a state for each node."""
-    return bool(models.get("target", {}).get(RECURRENT_LAYERS))
+    return bool(models.get("target", {}).get("recurrent_layers"))
 
 
 class Profile(YamlArtifact, frozen=True):

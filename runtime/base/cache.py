@@ -137,12 +137,8 @@ class CacheLayer(CacheLayerMixin):
         """Use these tensors, [1, heads, capacity, head_dim] each."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The same under transformers' name."""
-        self.initialize(key_states, value_states)
-
     @torch.inference_mode(False)
-    def initialize(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate memory like the keys and values of the first pass."""
         states = (key_states, value_states)
         self.bind(*(self.cache.allocate(_memory_of(each), 1)[0] for each in states))
@@ -152,7 +148,8 @@ class CacheLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values, [1, heads, tokens, head_dim], to the cache's slots."""
         if not self.is_initialized:
-            self.initialize(key_states, value_states)
+            # a recurrent layer has a method of this name for its states
+            CacheLayer.lazy_initialization(self, key_states, value_states)
         assert self.keys is not None and self.values is not None and self.cache.slots is not None
         slots = self.cache.slots.to(self.keys.device)
         self.keys.index_copy_(2, slots, key_states)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts.profile import RECURRENT_LAYERS
 from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.recurrent import recurrent_modules
 
@@ -46,7 +45,7 @@ def model_metadata(
         "content": content.hexdigest()[:16],
         "dtype": dtype_name(model.dtype),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    } | ({RECURRENT_LAYERS: count} if (count := len(recurrent_modules(model))) else {})
+    } | ({"recurrent_layers": count} if (count := len(recurrent_modules(model))) else {})
 
 
 def sampled_positions(count: int) -> Tensor:

@@ -131,21 +131,20 @@ def _chain_error(tree_model: TreeModel, tokens: Tensor) -> tuple[float, TreeCach
     `tokens` int64 [PREFIX + nodes].
     """
     cache = tree_model.new_cache(EXTENT)
-    expected = tree_model.model(input_ids=tokens[None], use_cache=False).logits[0, PREFIX:]
+    expected = tree_model.model(input_ids=tokens[None], use_cache=False).logits[0]
     errors: list[Tensor] = []
     end = 0
-    for num_right, num_wrong in ((PREFIX, 0), (1, 2), (2, 1), (1, 0), (2, 0)):
-        start, end = end, end + num_right
-        chain = torch.cat([tokens[start:end], tokens[:num_wrong]])
-        slots = start + torch.arange(len(chain), device=chain.device)
+    for right, wrong in ((PREFIX, 0), (1, 2), (2, 1), (1, 0), (2, 0)):
+        start, end = end, end + right
+        chain = torch.cat([tokens[start:end], tokens[:wrong]])
+        slots = torch.arange(start, end + wrong, device=chain.device)
         columns = torch.arange(EXTENT, device=chain.device)
         mask = additive_mask(columns <= slots[:, None], tree_model.model.dtype)
         cache.save()
         logits = tree_model(cache, chain, slots, slots, mask).logits
-        cache.roll_back(torch.tensor([num_right], device=chain.device))
-        if start:
-            errors += map(_relative_error, logits, expected[start - PREFIX : end - PREFIX])
-    return float(torch.stack(errors).mean()), cache
+        cache.roll_back(torch.tensor([right]))
+        errors += map(_relative_error, logits, expected[start:end])
+    return float(torch.stack(errors[PREFIX:]).mean()), cache
 
 
 def _random_tokens(tree_model: TreeModel) -> Tensor:

@@ -6,7 +6,6 @@ verified, the layers take the copy, and read again what they have read of the ac
 """
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +16,14 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import CacheLayer, TreeCache
 from sequoia_plan.runtime.models.architecture import unwrapped
 
-_CACHE_ARGUMENTS = {"cache_params", "cache", "past_key_values"}
-
 
 def recurrent_modules(model: Any) -> list[nn.Module]:
-    """The modules with a recurrent state: they have a convolution, and take the cache."""
+    """The modules with a recurrent state: they know their layer, and have a convolution."""
     return [
         module
         for module in unwrapped(model).modules()
-        if any(isinstance(child, nn.Conv1d) for child in module.children())
-        and _CACHE_ARGUMENTS & inspect.signature(module.forward).parameters.keys()
+        if hasattr(module, "layer_idx")
+        and any(isinstance(child, nn.Conv1d) for child in module.children())
     ]
 
 
