@@ -14,6 +14,7 @@ from sequoia_plan.runtime.base.masks import additive_mask, mask_as_dtype, window
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
     FULL,
+    RECURRENT,
     UNLIMITED,
     WINDOWED,
     attention_window,
@@ -192,7 +193,7 @@ class TreeModel:
 
     def _attention_mask(
         self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor | None]:
         """The mask in the form that the model takes.
 
         It has two more dimensions at the front, for batch and heads. Layers with a sliding window
@@ -205,5 +206,5 @@ class TreeModel:
             return full
         windowed = windowed_mask(cache, mask, positions, slots, self.window)[None, None]
         if self.masks_by_layer_type:
-            return {FULL: full, WINDOWED: windowed}
+            return {**dict.fromkeys(RECURRENT), FULL: full, WINDOWED: windowed}
         return windowed

@@ -46,13 +46,11 @@ class RecurrentCache(TreeCache):
     def save(self) -> None:
         """Copy the recurrent states, and record what the next pass's modules read."""
         attention = ("cache", "keys", "values", "is_initialized")
-        self.inputs, self.states = (
-            [],
-            [
-                {k: copy.deepcopy(v) for k, v in vars(layer).items() if k not in attention}
-                for layer in self.layers
-            ],
-        )
+        self.inputs = []
+        self.states = [
+            {k: copy.deepcopy(v) for k, v in vars(layer).items() if k not in attention}
+            for layer in self.layers
+        ]
 
     def roll_back(self, count: Tensor) -> None:
         """Let the states be those after the first `count` (int64 [1]) tokens of the pass."""
