@@ -53,6 +53,8 @@ class ForcedAcceptance:
         # the small tree, without levels that the draft cannot draft
         num_nodes = int(TREE.level_offsets[: (self.max_depth or TREE.depth) + 1][-1])
         self.tree = tree or TokenTree(TREE.parents[:num_nodes])
+        if not tree and decoder.step.models.max_children == 1:
+            self.tree = TokenTree.chain(self.tree.depth)
         self.num_levels = num_counted_levels(self.tree)
         self.decoder = decoder.with_tree(self.tree)
         self.ranks = min(ranks, drafter.vocabulary)
@@ -139,6 +141,8 @@ class ForcedAcceptance:
         # so the target reads them again; they are not counted and have no level
         num_repeated = min(first, self.tree.depth) if self.drafter.aux_hidden_state_layers else 0
         levels_read = [-1] * num_repeated + levels.tolist()
+        if step.target.recurrent_modules:  # they have read the text to its end
+            step.target.prefill(step.sequence.target, text[: first - num_repeated])
         for start, end in pieces(levels_read):
             positions = np.arange(start, end) - num_repeated  # 0 is the prompt's last token
             slots = all_slots[first + positions]

@@ -30,11 +30,13 @@ def bushy(size: int, children: int, max_depth: int | None = None) -> TokenTree:
         children += 1
 
 
-def trees_to_time(max_nodes: int, vocabulary: int, max_depth: int | None = None) -> list[TokenTree]:
+def trees_to_time(
+    max_nodes: int, max_children: int, max_depth: int | None = None
+) -> list[TokenTree]:
     """Chains and wide trees."""
     chains = [TokenTree.chain(min(size, max_depth or size)) for size in CHAIN_SIZES]
     wide = [bushy(size, 3, max_depth) for size in WIDE_SIZES]
-    return [t for t in chains + wide if t.size <= max_nodes and t.branching <= vocabulary]
+    return [t for t in chains + wide if t.size <= max_nodes and t.branching <= max_children]
 
 
 class VerificationTimer:

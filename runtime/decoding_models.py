@@ -84,6 +84,8 @@ class DecodingModels:
         for model in self.models:
             self.watch.look(model)
         self.sequence = SequenceState(self.device)
+        if self.target.recurrent_modules:
+            captured = False  # the host reads how many tokens they read again
         self.graphs = step_graphs(target, draft, self.device, captured)
 
     def check_unchanged(self) -> None:
@@ -134,6 +136,13 @@ class DecodingModels:
         if self.graphs:
             sequence.note_weight_addresses(weight_addresses(self.models))
 
+    @property
+    def max_children(self) -> int:
+        """The most children that a node may have."""
+        if self.target.recurrent_modules:
+            return 1
+        return self.drafter.vocabulary if self.drafter else MAX_TREE_NODES
+
     def check_prompt(self, prompt: Tensor) -> None:
         """Check that the target has the prompt's tokens, and room for one more in its context.
 
@@ -161,6 +170,12 @@ class DecodingModels:
             raise SequoiaPlanError(
                 f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes "
                 "without"
+            )
+        if tree.branching > 1 and self.target.recurrent_modules:
+            raise SequoiaPlanError(
+                f"tree: {tree.branching} children of one node, and {model_type(self.target.model)} "
+                "has layers with a recurrent state, where a tree needs a state for each node; take "
+                "a chain, as solve does with a profile of this target"
             )
         if drafter and tree.branching > drafter.vocabulary:
             raise SequoiaPlanError(

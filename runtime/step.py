@@ -82,6 +82,8 @@ class TreeStep:
         slots = sequence.length + tensors.nodes
         positions = sequence.length + tensors.offsets
         mask = tensors.mask.index_select(1, tensors.columns(sequence.length, extent))
+        if self.tree.size > 1:
+            sequence.target.save()
         output = self.target(sequence.target, sequence.tokens[slots], positions, slots, mask)
         if output.hidden_states is not None:
             sequence.aux_hidden_states.index_copy_(0, tensors.nodes, output.hidden_states)
@@ -115,6 +117,8 @@ class TreeStep:
         next_on_path = sequence.tokens[slots].roll(-1)
         added = torch.where(places == accepted.count - 1, accepted.bonus, next_on_path)
         sequence.target.commit(slots, length)
+        if self.tree.size > 1:
+            sequence.target.roll_back(accepted.count)
         count = accepted.count
         if self.drafter and (self.passes or self.lookup):
             self.drafter.commit(sequence, accepted.path)

@@ -58,7 +58,7 @@ class TreeCache(Cache):
         self.blocks: list[Tensor] = []
         layout: CacheLayout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[])
-        self.layers = [_CacheLayer(self) for _ in layout]
+        self.layers = [self.new_layer() for _ in layout]
         entries = Counter(memory for pair in layout for memory in pair or ())
         with torch.inference_mode(False):  # what it allocates cannot be written outside of it
             blocks = {memory: self.allocate(memory, count) for memory, count in entries.items()}
@@ -66,6 +66,19 @@ class TreeCache(Cache):
         for layer, pair in zip(self.layers, layout, strict=True):
             if pair:
                 layer.bind(*(blocks[memory][next(next_entry[memory])] for memory in pair))
+
+    def new_layer(self) -> CacheLayer:
+        """A layer without memory."""
+        return CacheLayer(self)
+
+    def clear(self) -> None:
+        """Forget what a recurrent layer knows of the sequence; none is in this cache."""
+
+    def save(self) -> None:
+        """Let `roll_back` go back to here."""
+
+    def roll_back(self, count: Tensor) -> None:
+        """Let recurrent layers know only the first `count` (int64 [1]) tokens of the last pass."""
 
     def at(self, slots: Tensor, extent: int) -> TreeCache:
         """Let the next pass write to `slots` (int64 [tokens]), and attend to slots below `extent`.
@@ -114,7 +127,7 @@ class TreeCache(Cache):
         )
 
 
-class _CacheLayer(CacheLayerMixin):
+class CacheLayer(CacheLayerMixin):
     """One layer of a TreeCache, with the methods that transformers calls."""
 
     def __init__(self, cache: TreeCache) -> None:
@@ -136,7 +149,8 @@ class _CacheLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values, [1, heads, tokens, head_dim], to the cache's slots."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            # a recurrent layer has a method of this name for its states
+            CacheLayer.lazy_initialization(self, key_states, value_states)
         assert self.keys is not None and self.values is not None and self.cache.slots is not None
         slots = self.cache.slots.to(self.keys.device)
         self.keys.index_copy_(2, slots, key_states)

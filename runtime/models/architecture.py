@@ -13,6 +13,8 @@ for; keys that are cached by then would be wrong."""
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """transformers' names of layers that attend to all tokens before, to those of a window that slides,
 or to those of one of the chunks that the text is cut into."""
+RECURRENT = ("linear_attention", "conv", "hybrid")
+"""Those of layers with a recurrent state; beside attention in a layer, hybrid."""
 UNLIMITED = 1 << 30
 """Stands for a length or a vocabulary that the model does not limit."""
 
@@ -115,7 +117,7 @@ def attention_window(config: Any) -> tuple[int | None, bool]:
     """The window, or chunk, of a model's attention, and whether its layers differ in type."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types |= set(getattr(config, "attention_layers", None) or ())
-    known_types = {FULL, WINDOWED, CHUNKED, "attention", "global"}
+    known_types = {FULL, WINDOWED, CHUNKED, "attention", "global", *RECURRENT, "moe", "mlp"}
     if unknown := sorted(layer_types - known_types):
         raise SequoiaPlanError(
             f"{config.model_type}: layers of kind {', '.join(unknown)} cannot branch into a tree, "

@@ -15,6 +15,7 @@ from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
     CHUNKED,
     FULL,
+    RECURRENT,
     UNLIMITED,
     WINDOWED,
     attention_window,
@@ -31,6 +32,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     take_aux_hidden_states,
 )
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.models.recurrent import RecurrentCache, record_inputs, recurrent_modules
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
@@ -93,6 +95,9 @@ class TreeModel:
         parameters = inspect.signature(plain_model.forward).parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.cache_argument = cache_argument(plain_model.forward)
+        self.recurrent_modules = recurrent_modules(plain_model)
+        for module in self.recurrent_modules:
+            record_inputs(module)
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
@@ -110,7 +115,8 @@ class TreeModel:
         if self.compiled_pass:
             cache: TreeCache = self.compiled_pass.new_cache(capacity, counts_positions=windowed)
             return cache
-        return TreeCache(self.layers, capacity, self.device, counts_positions=windowed)
+        cache_class = RecurrentCache if self.recurrent_modules else TreeCache
+        return cache_class(self.layers, capacity, self.device, counts_positions=windowed)
 
     def __call__(
         self,
@@ -172,7 +178,10 @@ class TreeModel:
     ) -> None:
         """Start a sequence with `tokens` (int64 [n]), in chunks so that the mask stays small."""
         cache.finite.fill_(True)
+        cache.clear()
         token_multiple, slot_multiple = self.prefill_multiples
+        if self.recurrent_modules:
+            token_multiple = 1  # they would read the padding
         for start in range(0, tokens.numel(), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
             width = min(round_up(chunk.numel(), token_multiple), cache.capacity - start)
@@ -188,7 +197,7 @@ class TreeModel:
 
     def _attention_mask(
         self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor | None]:
         """The mask in the form that the model takes.
 
         It has two more dimensions at the front, for batch and heads. Layers with a sliding window
@@ -203,5 +212,6 @@ class TreeModel:
         window = positions[:, None] % self.window + 1 if self.has_chunks else self.window
         windowed = windowed_mask(cache, mask, positions, slots, window)[None, None]
         if self.masks_by_layer_type:
-            return {FULL: full, WINDOWED: windowed, CHUNKED: windowed}
+            masks = {FULL: full, WINDOWED: windowed, CHUNKED: windowed}
+            return {**dict.fromkeys(RECURRENT), **masks}
         return windowed

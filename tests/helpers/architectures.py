@@ -132,6 +132,48 @@ READS_TREES = {
     "Seed-OSS": (hf.SeedOssForCausalLM, GROUPED),
 }
 
+LINEAR = dict(
+    GROUPED,
+    num_hidden_layers=4,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+MAMBA = dict(
+    GROUPED, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=8, mamba_chunk_size=8
+)
+
+TAKES_CHAINS = {
+    "Qwen3-Next": (
+        hf.Qwen3NextForCausalLM,
+        dict(
+            LINEAR,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+        ),
+    ),
+    "Qwen3.5": (hf.Qwen3_5ForCausalLM, LINEAR),
+    "OLMo, hybrid": (hf.OlmoHybridForCausalLM, dict(LINEAR, num_key_value_heads=4)),
+    "Bamba": (hf.BambaForCausalLM, dict(MAMBA, attn_layer_indices=[1])),
+    "Granite 4, hybrid": (
+        hf.GraniteMoeHybridForCausalLM,
+        dict(
+            MAMBA,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=24,
+            layer_types=["mamba", "attention", "mamba"],
+        ),
+    ),
+    "Falcon-H1": (hf.FalconH1ForCausalLM, dict(MAMBA, mamba_d_ssm=64)),
+    "LFM2": (hf.Lfm2ForCausalLM, dict(GROUPED, layer_types=["conv", "full_attention", "conv"])),
+}
+"""Those with a recurrent state."""
+
 REFUSED = {
     "MPT": (hf.MptForCausalLM, dict(SMALL, d_model=32, n_heads=4, n_layers=2)),
     "BLOOM": (hf.BloomForCausalLM, dict(SMALL, hidden_size=32, n_layer=2, n_head=4)),
@@ -189,7 +231,7 @@ def is_embedding(parameter):
 
 def tiny(name, seed=0, **changes):
     """A random model whose attention matters: weights are larger than transformers draws them."""
-    model_class, sizes = (READS_TREES | REFUSED)[name]
+    model_class, sizes = (READS_TREES | TAKES_CHAINS | REFUSED)[name]
     torch.manual_seed(seed)
     if "text_config" in sizes:
         changes = {"text_config": sizes["text_config"] | changes}
