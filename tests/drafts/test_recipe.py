@@ -209,15 +209,15 @@ def assert_decodes_exactly(loaded, plain_target):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
+def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys, dtype):
     """Some steps of training bring the draft nearer to the target.
 
     Its folder, loaded as anyone's, reads hidden states as they are and decodes exactly.
     """
     vocabulary_size = plain_target.config.vocab_size
     recipe = Eagle3Recipe(draft_vocabulary=512, steps=12, batch=2, chain=2, held_out=2, dtype=dtype)
-    lines: list[str] = []
-    train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", lines.append)
+    train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target")
+    last = capsys.readouterr().out.splitlines()[-1]
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
     vocabulary = text.draft_vocabulary(vocabulary_size, recipe.draft_vocabulary)
     assert loaded.draft.aux_hidden_state_layers == LAYERS
@@ -232,7 +232,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
     assert (losses[1] < losses[0]).all()
     expected = vocabulary.target_to_draft[batch.top_ids[:, 0]]
     agreement = [float((place.argmax(-1) == expected).float().mean()) for place in logits]
-    reported = json.loads(lines[-1][lines[-1].index("[") : lines[-1].index("]") + 1])
+    reported = json.loads(last[last.index("[") : last.index("]") + 1])
     assert agreement == pytest.approx(reported, abs=0.02), "unscaled hidden states"
     assert_decodes_exactly(loaded, plain_target)
 

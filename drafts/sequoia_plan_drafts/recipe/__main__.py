@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def main() -> None:
     # what is trained starts as the target's layers, in float32
     target, _, name = load_model(options.target, "cpu", torch.float32)
     train: Any = train_eagle3 if options.command == "eagle3" else train_language_model
-    train(target, text, settings, options.output, name, partial(print, flush=True))
+    train(target, text, settings, options.output, name)
 
 
 def make_parser() -> argparse.ArgumentParser:
