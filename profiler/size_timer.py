@@ -15,8 +15,6 @@ from sequoia_plan.runtime.draft.drafter import draw_children
 
 MAX_OVERHEAD_SIZE = 2
 """The overhead of a step is timed with trees of up to so many nodes."""
-NUM_CHILDREN = 3
-"""Of a node of the trees that are timed."""
 
 
 class SizeTimer:
@@ -36,7 +34,7 @@ class SizeTimer:
     ) -> None:
         self.size, self.sampling, self.times_draft, self.interval = size, sampling, times_draft, 1
         assert step.drafter is not None
-        self.step = step.with_tree(bushy(size, NUM_CHILDREN, step.drafter.drafting.max_depth))
+        self.step = step.with_tree(bushy(size, step.drafter.drafting.max_depth))
         # with room for a child of each node, which `draft_pass` draws
         self.step.prefill(prompt, size + self.step.tree.depth, seed=0)
         self.extent = self.step.extent(prompt.numel() - 1)
