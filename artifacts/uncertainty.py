@@ -79,11 +79,9 @@ def _propagated_noise(tree: TokenTree, rates: Floats, trials: Floats) -> tuple[F
 def jackknife(tree: TokenTree, trials: Floats, accepted: Floats) -> tuple[float, float]:
     """Standard error of F(tree), its expected tokens, by leaving out one group after the other.
 
-    For each group, F is computed from the trials of all other groups together. The variance is
-    (groups - 1) / groups times the sum of the squared deviations of these values from their mean.
+    For each group, F is computed from the trials of all other groups together.
     `trials` [groups, levels, node classes]; `accepted` [groups, levels, node classes, ranks].
     """
-    groups = len(trials)
     rest_trials, rest_accepted = trials.sum(0) - trials, accepted.sum(0) - accepted
     if rest_trials[:, 0, 0].min() <= 0:
         return math.inf, 1.0
@@ -93,8 +91,15 @@ def jackknife(tree: TokenTree, trials: Floats, accepted: Floats) -> tuple[float,
             for trials_left, accepted_left in zip(rest_trials, rest_accepted, strict=True)
         ]
     )
-    mean = tokens.mean()
-    return math.sqrt((groups - 1) / groups * ((tokens - mean) ** 2).sum()), float(mean)
+    return jackknife_error(tokens), float(tokens.mean())
+
+
+def jackknife_error(values: Floats) -> float:
+    """Standard error of a figure from its values without one group after the other.
+
+    The variance is (groups - 1) / groups times the sum of the squared deviations from their mean.
+    """
+    return math.sqrt((len(values) - 1) * values.var())
 
 
 def trials_for_new_kind(

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sequoia_plan.artifacts.uncertainty import Z95
+from sequoia_plan.artifacts.uncertainty import Z95, jackknife_error
 from sequoia_plan.engines.plan import Cell, ChainAcceptance
 from sequoia_plan.engines.timing import StepTimes
 from sequoia_plan.engines.workload import NONE, Drafting, round_digits
@@ -40,11 +40,9 @@ class StepModel(Protocol):
 def ratio_error(numerators: Iterable[float], denominators: Iterable[float]) -> float:
     """Standard error of sum(numerators) / sum(denominators), from a jackknife over texts."""
     above, below = np.array([*numerators], float), np.array([*denominators], float)
-    count = len(above)
-    if count < 2:
+    if len(above) < 2:
         return 0.0
-    ratios = (above.sum() - above) / (below.sum() - below)  # of all texts but one
-    return math.sqrt((count - 1) / count * ((ratios - ratios.mean()) ** 2).sum())
+    return jackknife_error((above.sum() - above) / (below.sum() - below))  # of all texts but one
 
 
 def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:

@@ -127,14 +127,8 @@ def file_option(*names: str, text: str, metavar: str = "FILE", **settings: Any) 
 
 def output_option(default: str, what: str) -> Decorator:
     """`-o`, the file that a command writes."""
-    return click.option(
-        "-o",
-        "--output",
-        type=PATH,
-        default=default,
-        show_default=True,
-        help=f"Write the {what} there.",
-    )
+    text = f"Write the {what} there."
+    return file_option("-o", "--output", text=text, default=default, show_default=True)
 
 
 json_option = click.option(
