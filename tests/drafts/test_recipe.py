@@ -27,7 +27,7 @@ from sequoia_plan_drafts.recipe.questions import (
     misspelled,
     passage_of,
 )
-from sequoia_plan_drafts.recipe.text import TOP, write_text
+from sequoia_plan_drafts.recipe.text import TOP, TextRecipe, write_text
 from sequoia_plan_drafts.recipe.training import chain_losses, divergence_and_rejection
 from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
 
@@ -45,7 +45,7 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
 def text_folder(plain_target, pair, tmp_path_factory):
     """Some conversations that the embedded target wrote, with its hidden states."""
     folder = tmp_path_factory.mktemp("text")
-    write_text(plain_target, pair.tokenizer, 300, 3, folder, 6, LAYERS)
+    write_text(plain_target, pair.tokenizer, TextRecipe(300, 6, LAYERS, 3), folder)
     return folder
 
 
@@ -140,7 +140,7 @@ def test_a_tokenizer_without_a_usable_chat_template(pair, plain_target, tmp_path
     tokenizer = copy.copy(pair.tokenizer)
     tokenizer.chat_template = template
     with pytest.raises(SequoiaPlanError, match="no chat template"):
-        write_text(plain_target, tokenizer, 40, 3, tmp_path, rows=2)
+        write_text(plain_target, tokenizer, TextRecipe(40, 2), tmp_path)
 
 
 def test_text_that_does_not_fit_is_refused(plain_target, text, text_folder, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.pretrained import load_model
 from sequoia_plan_drafts.recipe.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import LanguageModelRecipe, train_language_model
-from sequoia_plan_drafts.recipe.text import write_text
+from sequoia_plan_drafts.recipe.text import TextRecipe, write_text
 from sequoia_plan_drafts.recipe.training_text import TrainingText
 
 
@@ -31,16 +31,6 @@ def positive_integer(text: str) -> int:
     if number < 1:
         raise ValueError
     return number
-
-
-@dataclass(frozen=True)
-class TextRecipe:
-    """How training text is written."""
-
-    tokens: int = 1_000_000
-    rows: int = 224
-    hidden_states: tuple[int, ...] = ()
-    seed: int = 0
 
 
 RECIPES: dict[str, Any] = {
@@ -84,7 +74,7 @@ def main() -> None:
     settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
         target, tokenizer, _ = load_model(options.target, "cpu", dtype)
-        write_text(target, tokenizer, output=options.output, **asdict(settings))
+        write_text(target, tokenizer, settings, options.output)
         return
     # what is trained starts as the target's layers, in float32
     target, _, name = load_model(options.target, "cpu", torch.float32)
