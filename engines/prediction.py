@@ -21,6 +21,11 @@ class Expectation(NamedTuple):
     error: float
     """Relative standard error of tokens a second."""
 
+    @property
+    def speed(self) -> float:
+        """Tokens a second of one request; a batch has as many times more."""
+        return self.tokens / self.seconds
+
 
 class StepModel(Protocol):
     """Predicts the steps of every way of drafting from one measurement of acceptance."""
@@ -54,8 +59,7 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
     cells = []
     for drafting in model.draftings:
         expected = model.expect(drafting, batch, times)
-        speed = expected.tokens / expected.seconds  # of one request
-        factor = math.exp(Z95 * expected.error)
+        speed, factor = expected.speed, math.exp(Z95 * expected.error)
         cell = Cell(
             batch=batch,
             speculative_tokens=drafting.length,
@@ -64,7 +68,7 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
             throughput=round_digits(batch * speed),
             low=round_digits(batch * speed / factor),
             high=round_digits(batch * speed * factor),
-            speedup=round_digits(speed * plain.seconds / plain.tokens),
+            speedup=round_digits(speed / plain.speed),
             is_timed=times.is_timed(batch, drafting.length),
             variant=drafting.variant,
         )
@@ -74,10 +78,4 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
 
 def best_drafting(model: StepModel, times: StepTimes, batch: int) -> Drafting:
     """The way of drafting with the highest throughput, and of equal ones the first."""
-
-    def request_speed(drafting: Drafting) -> float:
-        """Tokens a second of one request; all together have `batch` times as many."""
-        expected = model.expect(drafting, batch, times)
-        return expected.tokens / expected.seconds
-
-    return max(model.draftings, key=request_speed)
+    return max(model.draftings, key=lambda drafting: model.expect(drafting, batch, times).speed)
