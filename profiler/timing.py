@@ -56,11 +56,11 @@ def drift_free_quartiles(times: Floats) -> Floats:
 
 def text_prompt(pair: Pair, context: int, texts: Sequence[Sequence[int]]) -> Tensor:
     """int64 [context]: the first tokens of `texts`, repeated if too few; else random ones."""
-    tokens = list(itertools.islice(itertools.chain.from_iterable(texts), context))
+    repeated = itertools.cycle(itertools.chain.from_iterable(texts))
+    tokens = list(itertools.islice(repeated, context))
     if not tokens:
         return random_prompt(pair, context)
-    repeated = torch.tensor(tokens, device=pair.target.device).repeat(-(-context // len(tokens)))
-    return repeated[:context]
+    return torch.tensor(tokens, device=pair.target.device)
 
 
 def random_prompt(pair: Pair, context: int) -> Tensor:
