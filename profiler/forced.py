@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.draft_passes import logits_over_text, steps_of
 from sequoia_plan.profiler.lookup_counts import LookupTrials
@@ -24,7 +24,6 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
 
-Ints = NDArray[np.int64]
 POSITIONS_AT_ONCE = 64
 """Positions that are read together: limits the memory for probabilities."""
 

@@ -13,8 +13,6 @@ from sequoia_plan.runtime.draft.drafter import draw_children
 
 MAX_OVERHEAD_SIZE = 2
 """The overhead of a step is timed with trees of up to so many nodes."""
-NUM_CHILDREN = 3
-"""Of a node of the trees that are timed."""
 
 
 class SizeTimer:
@@ -34,8 +32,8 @@ class SizeTimer:
     ) -> None:
         self.size, self.sampling, self.times_draft, self.interval = size, sampling, times_draft, 1
         assert step.drafter is not None
-        num_children = min(NUM_CHILDREN, step.models.max_children)
-        self.step = step.with_tree(bushy(size, num_children, step.drafter.drafting.max_depth))
+        num_children = min(3, step.models.max_children)
+        self.step = step.with_tree(bushy(size, step.drafter.drafting.max_depth, num_children))
         # with room for a child of each node, which `draft_pass` draws
         self.step.prefill(prompt, size + self.step.tree.depth, seed=0)
         self.extent = self.step.extent(prompt.numel() - 1)

@@ -37,7 +37,7 @@ def cache_among(options: Mapping[str, Any]) -> Any:
 class TreeCache(Cache):
     """Keys and values of all layers, in one tensor for each kind of layer memory.
 
-    `counts_positions` int64 [capacity]; `finite` bool [1].
+    `counts_positions` int64 [capacity]; `finite` bool [1]; `features`: see `EagleDrafter`.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class TreeCache(Cache):
         self.positions = torch.arange(capacity, device=device) if counts_positions else None
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
         self.aux_hidden_states: dict[int, Tensor] = {}
+        self.features = torch.zeros(0, 0, device=device)
         self.blocks: list[Tensor] = []
         layout: CacheLayout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[])
@@ -99,6 +100,12 @@ class TreeCache(Cache):
             block.index_copy_(3, destination.to(block.device), entries)
         if self.positions is not None:
             self.positions.index_copy_(0, destination, destination)
+
+    def take(self, other: TreeCache, count: int) -> None:
+        """Take over the first `count` slots of a cache of the same model."""
+        for block, other_block in zip(self.blocks, other.blocks, strict=True):
+            block[:, :, :, :count] = other_block[:, :, :, :count]
+        self.features[: count + 1] = other.features[: count + 1]
 
     def views(self, start: int, count: int) -> list[Tensor]:
         """Views of all layers' keys and values in the slots start to start + count - 1."""

@@ -67,9 +67,9 @@ class LanguageModelDrafter(Drafter):
         slots = torch.tensor([-1, 0], device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots, mask=mask), *deeper)
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
-        """Start a sequence with `tokens` (int64 [n])."""
-        self.model.prefill(cache, tokens)
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
+        """Read `tokens` (int64 [n]) from slot `start` on."""
+        self.model.prefill(cache, tokens, start=start)
 
     def forward(
         self,
@@ -128,7 +128,7 @@ class SelfDrafter(LanguageModelDrafter):
         """One pass for each level that has children, over the nodes that have them."""
         return passes_by_level(tree, tensors)
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
         """The target reads the prompt."""
 
     def num_read_again(self, tree: TokenTree) -> int:

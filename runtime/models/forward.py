@@ -174,21 +174,25 @@ class TreeModel:
             self.stream.begin_step()
 
     def prefill(
-        self, cache: TreeCache, tokens: Tensor, on_chunk: ChunkCallback | None = None
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        on_chunk: ChunkCallback | None = None,
+        start: int = 0,
     ) -> None:
-        """Start a sequence with `tokens` (int64 [n]), in chunks so that the mask stays small."""
+        """Read `tokens` (int64 [n]) from slot `start` on, in chunks to keep the mask small."""
         cache.finite.fill_(True)
         cache.clear()
         token_multiple, slot_multiple = self.prefill_multiples
         if self.recurrent_modules:
             token_multiple = 1  # they would read the padding
-        for start in range(0, tokens.numel(), self.prefill_chunk):
-            chunk = tokens[start : start + self.prefill_chunk]
-            width = min(round_up(chunk.numel(), token_multiple), cache.capacity - start)
-            extent = min(round_up(start + width, slot_multiple), cache.capacity)
+        for first in range(start, tokens.numel(), self.prefill_chunk):
+            chunk = tokens[first : first + self.prefill_chunk]
+            width = min(round_up(chunk.numel(), token_multiple), cache.capacity - first)
+            extent = min(round_up(first + width, slot_multiple), cache.capacity)
             # padding beyond the prompt stays hidden until a step writes to its slots
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
-            slots = torch.arange(start, start + width, device=tokens.device)
+            slots = torch.arange(first, first + width, device=tokens.device)
             columns = torch.arange(extent, device=tokens.device)
             mask = additive_mask(columns <= slots[:, None], self.dtype)
             output = self(cache, chunk, slots, slots, mask, logits_to_keep=1)
