@@ -60,8 +60,8 @@ class DFlashDrafter(HiddenStateDrafter):
         slots = capacity + self.model.block.size
         return TreeCache(self.model.cache_layout(), slots, self.model.device)
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
-        """Start a sequence. The draft gets the prompt only in `prefill_hidden_states`."""
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
+        """The draft gets the prompt only in `prefill_hidden_states`."""
         cache.finite.fill_(True)
 
     def prefill_hidden_states(

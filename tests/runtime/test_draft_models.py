@@ -59,7 +59,7 @@ def started(drafter_class, draft, text, features, committed):
     sequence.reserve(64, drafter.new_cache, drafter.new_cache)
     sequence.tokens[: text.numel()] = text
     sequence.length.fill_(committed)
-    drafter.prefill(sequence.draft, text[:committed])
+    drafter.prefill(sequence.draft, text[:committed], 0)
     for slots in torch.arange(committed).split(committed - 3 if committed > 4 else committed):
         mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
         drafter.prefill_hidden_states(sequence.draft, text[slots], slots, mask, features[slots])
