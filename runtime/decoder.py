@@ -27,7 +27,7 @@ from sequoia_plan.runtime.generation import (
 )
 from sequoia_plan.runtime.grammar import Grammar
 from sequoia_plan.runtime.logits_processors import LogitsProcessors, split_at_warpers
-from sequoia_plan.runtime.models.architecture import without_adapter_wrapper
+from sequoia_plan.runtime.models.architecture import text_config, without_adapter_wrapper
 from sequoia_plan.runtime.session import Session
 
 
@@ -211,7 +211,7 @@ class SequoiaDecoder:
         halves = split_at_warpers(processors)
         both, target_only = ([LogitsProcessors(half)] if half else [] for half in halves)
         grammars = [] if constraint is None else [constraint]
-        vocabulary = self.step.target.max_token_id + 1
+        vocabulary = text_config(self.step.target.model).vocab_size
         return PathLogits([*both, *grammars], target_only, vocabulary)
 
     def generate_each(

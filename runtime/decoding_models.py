@@ -134,8 +134,8 @@ class DecodingModels:
         if drafter:
             drafter.prefill(sequence.draft, prompt[:-1], start)
             on_chunk = partial(drafter.prefill_hidden_states, sequence.draft)
-            if start > settled:
-                slots = torch.arange(max(settled, 0), start, device=self.device)
+            slots = torch.arange(min(max(settled, 0), start), start, device=self.device)
+            if slots.numel():
                 drafter.catch_up(sequence, slots, start)
         self.target.prefill(sequence.target, prompt[:-1], on_chunk, start)
         sequence.num_read = prompt.numel() - 1

@@ -104,6 +104,6 @@ def _rows(ids: Tensor, scores: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _state(processor: Any) -> dict[str, Any]:
     """What changes when a processor keeps something in its attributes."""
     return {
-        name: (id(value), value._version) if isinstance(value, Tensor) else repr(value)
+        name: value.sum().item() if isinstance(value, Tensor) else repr(value)
         for name, value in getattr(processor, "__dict__", {}).items()
     }
