@@ -43,12 +43,11 @@ class Acceptance:
         self.trials, self.counts = trials, counts
 
     @classmethod
-    def given(cls, value: Any, name: str = "acceptance") -> Acceptance:
+    def given(cls, value: Any) -> Acceptance:
         """Check rates from outside; an `Acceptance` is returned as it is.
 
         Args:
             value: p[rank], p[level][rank] or p[level][node class][rank].
-            name: what an error calls it.
 
         Raises:
             SequoiaPlanError: if it is not such a list, or a vector holds what is no probability or
@@ -66,7 +65,7 @@ class Acceptance:
             rates = np.array(None)
         is_shape = 1 <= rates.ndim <= 3 and rates.size and (rates.ndim < 3 or rates.shape[1] <= 2)
         if not is_shape or rates.dtype.kind not in "iuf":
-            raise SequoiaPlanError(f"{name}: found {value!r:.60}, expected {expected}")
+            raise SequoiaPlanError(f"acceptance: found {value!r:.60}, expected {expected}")
         if rates.ndim < 3:
             rates = np.atleast_2d(rates)[:, None]
         with np.errstate(over="ignore"):
@@ -76,9 +75,9 @@ class Acceptance:
             level, node_class = np.argwhere(~is_possible)[0]
             vector = rates[level, node_class]
             raise SequoiaPlanError(
-                f"{name}: found {vector.tolist()!r:.60} at level {level}, {CLASS_NAMES[node_class]}"
-                f", with the sum {sums[level, node_class]:.6g}; expected probabilities from 0 to 1 "
-                "that sum to at most 1 (at most one child is accepted)"
+                f"acceptance: found {vector.tolist()!r:.60} at level {level}, "
+                f"{CLASS_NAMES[node_class]}, with the sum {sums[level, node_class]:.6g}; expected "
+                "probabilities from 0 to 1 that sum to at most 1 (at most one child is accepted)"
             )
         return cls(rates)
 

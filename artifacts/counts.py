@@ -14,6 +14,7 @@ from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, Number
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 SUM_TOLERANCE = 1e-6
 """Relative; how far a sum of probabilities may exceed 1."""
 COUNT_TOLERANCE = 0.01

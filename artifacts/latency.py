@@ -39,7 +39,7 @@ class StreamCost(Artifact, frozen=True):
         "seconds of a pass right after another one. No step is shorter, because the weights "
         "must arrive",
     ]
-    bytes: Annotated[Size, "bytes that every pass reads"]
+    bytes: Annotated[Size, "bytes that a pass over one token reads"]
 
 
 class Latency(Artifact, frozen=True):

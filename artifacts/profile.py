@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,6 +16,11 @@ from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
 from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.schema import Count, Metadata, YamlArtifact
+
+
+def takes_chains_only(models: Mapping[str, Any]) -> bool:
+    """Has the target layers with a recurrent state? A tree would need a state for each node."""
+    return bool(models.get("target", {}).get("recurrent_layers"))
 
 
 class Profile(YamlArtifact, frozen=True):
@@ -44,7 +50,7 @@ class Profile(YamlArtifact, frozen=True):
     models: Annotated[
         dict[str, Any],
         "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
-        "`placement`, `weights`, `fused_layers`",
+        "`placement`, `weights`, `fused_layers`; a target with `recurrent_layers` takes chains",
     ] = {}
     hardware: Annotated[
         Metadata,

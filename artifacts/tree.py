@@ -54,16 +54,13 @@ class TokenTree:
             object.__setattr__(self, "plan", Plan.from_dict(self.plan, "plan"))
 
     @classmethod
-    def from_parents(
-        cls, parents: Iterable[int], plan: Plan | Mapping[str, Any] = NO_PLAN
-    ) -> TokenTree:
+    def from_parents(cls, parents: Iterable[int]) -> TokenTree:
         """Make a tree from nodes in any order in which a parent precedes its children.
 
         Nodes are renumbered breadth-first; siblings keep their order.
 
         Args:
             parents: the parent of each node; the first is -1, for the root.
-            plan: what the tree was solved for and from.
 
         Raises:
             SequoiaPlanError: if the first parent is not -1, or a parent does not precede its child.
@@ -71,7 +68,7 @@ class TokenTree:
         if not isinstance(parents, np.ndarray):
             parents = np.array([int(parent) for parent in parents], np.int64)
         _check_parents(parents)
-        return cls(_renumber_breadth_first(parents), plan)  # type: ignore[arg-type]
+        return cls(_renumber_breadth_first(parents))
 
     @classmethod
     def chain(cls, depth: int) -> TokenTree:

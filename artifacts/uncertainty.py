@@ -19,6 +19,9 @@ from sequoia_plan.artifacts.tree import TokenTree
 
 Z95 = 1.959964
 """97.5 % quantile of the normal distribution."""
+STUDENT95 = (1.5895341, 2.5558498, 2.8224987, 2.3722713, Z95)
+"""Coefficients of the expansion of Student's 97.5 % quantile in 1 / degrees of freedom, the highest
+power first (Abramowitz and Stegun, 26.7.5)."""
 MEDIAN_ERROR_FACTOR = 1.2533
 """A median's standard error over that of the mean, for a normal distribution."""
 QUARTILE_DISTANCE = 1.349
@@ -76,11 +79,9 @@ def _propagated_noise(tree: TokenTree, rates: Floats, trials: Floats) -> tuple[F
 def jackknife(tree: TokenTree, trials: Floats, accepted: Floats) -> tuple[float, float]:
     """Standard error of F(tree), its expected tokens, by leaving out one group after the other.
 
-    For each group, F is computed from the trials of all other groups together. The variance is
-    (groups - 1) / groups times the sum of the squared deviations of these values from their mean.
+    For each group, F is computed from the trials of all other groups together.
     `trials` [groups, levels, node classes]; `accepted` [groups, levels, node classes, ranks].
     """
-    groups = len(trials)
     rest_trials, rest_accepted = trials.sum(0) - trials, accepted.sum(0) - accepted
     if rest_trials[:, 0, 0].min() <= 0:
         return math.inf, 1.0
@@ -90,8 +91,15 @@ def jackknife(tree: TokenTree, trials: Floats, accepted: Floats) -> tuple[float,
             for trials_left, accepted_left in zip(rest_trials, rest_accepted, strict=True)
         ]
     )
-    mean = tokens.mean()
-    return math.sqrt((groups - 1) / groups * ((tokens - mean) ** 2).sum()), float(mean)
+    return jackknife_error(tokens), float(tokens.mean())
+
+
+def jackknife_error(values: Floats) -> float:
+    """Standard error of a figure from its values without one group after the other.
+
+    The variance is (groups - 1) / groups times the sum of the squared deviations from their mean.
+    """
+    return math.sqrt((len(values) - 1) * values.var())
 
 
 def trials_for_new_kind(
@@ -117,18 +125,8 @@ def trials_for_new_kind(
 
 
 def student95(degrees_of_freedom: int) -> float:
-    """The 97.5 % quantile of Student's distribution, within 0.2 % from three degrees of freedom on.
-
-    The expansion about the normal quantile (Abramowitz and Stegun, 26.7.5).
-    """
-    z, n = Z95, degrees_of_freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
-    )
+    """The 97.5 % quantile of Student's distribution, to 0.2 % from three degrees of freedom on."""
+    return float(np.polyval(STUDENT95, 1 / degrees_of_freedom))
 
 
 def median_with_error(values: Floats) -> tuple[float, float]:

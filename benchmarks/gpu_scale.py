@@ -74,7 +74,7 @@ class Scale(NamedTuple):
     @property
     def plain_and_tree(self) -> dict[str, TokenTree]:
         """A step of plain decoding and one with a tree."""
-        return {"plain": TokenTree.chain(1), "tree": bushy(min(64, self.max_size), 3)}
+        return {"plain": TokenTree.chain(1), "tree": bushy(min(64, self.max_size))}
 
     def draft_of(self, target: Shape) -> Shape:
         """The draft's shape with the vocabulary of `target`."""

@@ -242,9 +242,9 @@ def stream_layers(model: Any, device: torch.device) -> HostStream:
 
 def trees_to_time(max_size: int) -> dict[str, TokenTree]:
     """Return ternary trees and trees of the catalog, of at most `max_size` nodes, by title."""
-    trees = {f"ternary {size}": bushy(size, 3) for size in (128, 768) if size <= max_size}
+    trees = {f"ternary {size}": bushy(size) for size in (128, 768) if size <= max_size}
     if not trees:
-        trees = {"ternary": bushy(max_size, 3)}
+        trees = {"ternary": bushy(max_size)}
     for name in CATALOG_TREES:
         tree = load_tree(name)
         if tree.size <= max_size:

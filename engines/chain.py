@@ -34,25 +34,27 @@ def survival_probs(agreement: Floats, length: int) -> Floats:
     return weights @ reached[:, :length] / weights.sum()
 
 
+def conditional_probs(survival: Floats) -> Floats:
+    """float64 [length]: the probability that a token is accepted if all before it were."""
+    previous = np.concatenate([[1.0], survival[:-1]])
+    return np.divide(survival, previous, out=np.zeros(len(survival)), where=previous > 0)
+
+
 def agreement_by_age(acceptance: ChainAcceptance) -> Floats:
     """Finds the probability that draft and target agree at each age from counts by position.
 
     Returns float64 [positions].
     """
     survival = np.array(acceptance.survival)
-    length = len(survival)
-    previous = np.concatenate([[1.0], survival[:-1]])
-    rates = np.divide(survival, previous, out=np.zeros(length), where=previous > 0)
+    length, rates = len(survival), conditional_probs(survival)
     if length > 1:
-        reached = previous[1:].sum()
+        reached = survival[:-1].sum()
         common_rate = survival[1:].sum() / reached if reached > 0 else 0.0
         chains_reaching = np.array((acceptance.drafts, *acceptance.accepted[:-1]))  # by position
         rates[chains_reaching < MIN_CHAINS] = common_rate
     agreement = rates.copy()
     for _ in range(200):
-        modelled = survival_probs(agreement, length)
-        previous = np.concatenate([[1.0], modelled[:-1]])
-        modelled_rates = np.divide(modelled, previous, out=np.zeros(length), where=modelled > 0)
+        modelled_rates = conditional_probs(survival_probs(agreement, length))
         factors = np.divide(rates, modelled_rates, out=np.ones(length), where=modelled_rates > 0)
         if np.abs(factors - 1).max() < 1e-10:
             break

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sequoia_plan.artifacts.uncertainty import Z95
+from sequoia_plan.artifacts.uncertainty import Z95, jackknife_error
 from sequoia_plan.engines.plan import Cell, ChainAcceptance
 from sequoia_plan.engines.timing import StepTimes
 from sequoia_plan.engines.workload import NONE, Drafting, round_digits
@@ -20,6 +20,11 @@ class Expectation(NamedTuple):
     seconds: float
     error: float
     """Relative standard error of tokens a second."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of one request; a batch has as many times more."""
+        return self.tokens / self.seconds
 
 
 class StepModel(Protocol):
@@ -40,11 +45,9 @@ class StepModel(Protocol):
 def ratio_error(numerators: Iterable[float], denominators: Iterable[float]) -> float:
     """Standard error of sum(numerators) / sum(denominators), from a jackknife over texts."""
     above, below = np.array([*numerators], float), np.array([*denominators], float)
-    count = len(above)
-    if count < 2:
+    if len(above) < 2:
         return 0.0
-    ratios = (above.sum() - above) / (below.sum() - below)  # of all texts but one
-    return math.sqrt((count - 1) / count * ((ratios - ratios.mean()) ** 2).sum())
+    return jackknife_error((above.sum() - above) / (below.sum() - below))  # of all texts but one
 
 
 def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
@@ -56,8 +59,7 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
     cells = []
     for drafting in model.draftings:
         expected = model.expect(drafting, batch, times)
-        speed = expected.tokens / expected.seconds  # of one request
-        factor = math.exp(Z95 * expected.error)
+        speed, factor = expected.speed, math.exp(Z95 * expected.error)
         cell = Cell(
             batch=batch,
             speculative_tokens=drafting.length,
@@ -66,7 +68,7 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
             throughput=round_digits(batch * speed),
             low=round_digits(batch * speed / factor),
             high=round_digits(batch * speed * factor),
-            speedup=round_digits(speed * plain.seconds / plain.tokens),
+            speedup=round_digits(speed / plain.speed),
             is_timed=times.is_timed(batch, drafting.length),
             variant=drafting.variant,
         )
@@ -76,10 +78,4 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
 
 def best_drafting(model: StepModel, times: StepTimes, batch: int) -> Drafting:
     """The way of drafting with the highest throughput, and of equal ones the first."""
-
-    def request_speed(drafting: Drafting) -> float:
-        """Tokens a second of one request; all together have `batch` times as many."""
-        expected = model.expect(drafting, batch, times)
-        return expected.tokens / expected.seconds
-
-    return max(model.draftings, key=request_speed)
+    return max(model.draftings, key=lambda drafting: model.expect(drafting, batch, times).speed)

@@ -14,6 +14,7 @@ from msgspec import structs
 from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree
 from sequoia_plan.artifacts.bench_result import BenchSettings, TreeShape
 from sequoia_plan.artifacts.prediction import prediction_for
+from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.profiler.bench_figures import TITLES, predicted_by_kind, summary
 from sequoia_plan.profiler.decoding_methods import (
     DecodePrompt,
@@ -69,8 +70,11 @@ def make_methods(
         name: transformers_method(transformers_pair, sampling, tokens, **options[name])
         for name in options.keys() & chosen
     }
+    chains_only = takes_chains_only(pair.metadata)
     for name in trees.keys() & chosen:
         tree, verifier = trees[name]
+        if chains_only and tree.branching > 1:
+            continue
         methods[name] = sequoia_method(pair, tree, replace(sampling, verifier=verifier), tokens)
     return {name: methods[name] for name in TITLES if name in methods}
 

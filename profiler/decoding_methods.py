@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.sampling import OFF_VALUES, not_followed
+from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 
@@ -86,9 +86,8 @@ def transformers_method(
     target = pair.target
     # prompt lookup needs an end token: this one is in no text
     end_tokens = pair.end_tokens or [vocabulary_size(target)]
-    off = {name: OFF_VALUES[name] for name in not_followed(target.generation_config)}
     options = (
-        off
+        not_followed(target.generation_config)
         | options
         | sampling.for_transformers()
         | {

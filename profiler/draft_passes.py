@@ -30,11 +30,11 @@ def representative_pass(
     timed together with the verification of trees.
     """
     if isinstance(drafter, DFlashDrafter):
-        # logits of all levels are computed, but no node gets children
+        # logits of all levels are computed as after the root's token, but no node gets children
         nothing = tensors.nodes[:0]
-        levels = drafter.model.block.levels
+        levels = torch.arange(drafter.model.block.levels, device=nothing.device)
         draft_pass = drafter.block_pass(
-            tensors, None, num_parents=levels, max_children=1, draw_index=nothing, new_nodes=nothing
+            tensors, levels, num_parents=1, max_children=1, draw_index=nothing, new_nodes=nothing
         )
         return draft_pass, None
     nodes = tensors.nodes

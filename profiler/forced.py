@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.draft_passes import logits_over_text, steps_of
 from sequoia_plan.profiler.lookup_counts import LookupTrials
@@ -24,7 +24,6 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
 
-Ints = NDArray[np.int64]
 POSITIONS_AT_ONCE = 64
 """Positions that are read together: limits the memory for probabilities."""
 
@@ -53,6 +52,8 @@ class ForcedAcceptance:
         # the small tree, without levels that the draft cannot draft
         num_nodes = int(TREE.level_offsets[: (self.max_depth or TREE.depth) + 1][-1])
         self.tree = tree or TokenTree(TREE.parents[:num_nodes])
+        if not tree and decoder.step.models.max_children == 1:
+            self.tree = TokenTree.chain(self.tree.depth)
         self.num_levels = num_counted_levels(self.tree)
         self.decoder = decoder.with_tree(self.tree)
         self.ranks = min(ranks, drafter.vocabulary)
@@ -139,6 +140,8 @@ class ForcedAcceptance:
         # so the target reads them again; they are not counted and have no level
         num_repeated = min(first, self.tree.depth) if self.drafter.aux_hidden_state_layers else 0
         levels_read = [-1] * num_repeated + levels.tolist()
+        if step.target.recurrent_modules:  # they have read the text to its end
+            step.target.prefill(step.sequence.target, text[: first - num_repeated])
         for start, end in pieces(levels_read):
             positions = np.arange(start, end) - num_repeated  # 0 is the prompt's last token
             slots = all_slots[first + positions]

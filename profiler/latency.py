@@ -23,6 +23,8 @@ from sequoia_plan.runtime.captured_step import CapturedStep
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of nodes whose passes may be timed."""
+MAX_CHAIN = 64
+"""The most nodes that are timed where a node has at most one child."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 MAX_INTERVAL = 4
 """Even the largest sizes take part in one round of so many."""
@@ -46,6 +48,9 @@ class LatencyMeter:
         self.sampling, self.on_size = sampling, on_size
         self.step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
         self.prompt = text_prompt(pair, context, texts)
+        assert self.step.drafter is not None
+        if self.step.models.max_children == 1:
+            max_size = min(max_size, self.step.drafter.drafting.max_depth or MAX_CHAIN)
         self.sizes = [size for size in SIZES if size <= max_size]
         self.timers: list[SizeTimer] = []
         self.verification_timers: list[VerificationTimer] = []
@@ -89,7 +94,8 @@ class LatencyMeter:
                 break
             times_draft &= drafter.drafting.drafts_by_level and draft_seconds <= max_seconds
         max_depth = drafter.drafting.max_depth
-        for tree in trees_to_time(self.timers[-1].size, drafter.vocabulary, max_depth):
+        max_children = self.step.models.max_children
+        for tree in trees_to_time(self.timers[-1].size, max_children, max_depth):
             step = self.step.with_tree(tree)
             self.verification_timers.append(VerificationTimer(step, sampling, self.prompt))
         self._time([])  # warms up

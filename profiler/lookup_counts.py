@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Counts
-from sequoia_plan.artifacts.counts import MAX_KINDS, Floats
+from sequoia_plan.artifacts.counts import MAX_KINDS, Floats, Ints
 from sequoia_plan.artifacts.lookup import (
     MATCH_LENGTHS,
     MAX_MATCH,
@@ -21,7 +20,6 @@ from sequoia_plan.artifacts.lookup import (
 from sequoia_plan.profiler.observed import LEVELS, ObservedAcceptance
 from sequoia_plan.runtime.base.lookup import look_up as decoders_look_up
 
-Ints = NDArray[np.int64]
 CHAIN = 24
 """Tokens of a lookup chain that are verified."""
 MAX_RUN = 64

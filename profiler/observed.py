@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Counts, TokenTree
-from sequoia_plan.artifacts.counts import MAX_KINDS, Floats
+from sequoia_plan.artifacts.counts import MAX_KINDS, Floats, Ints
 from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
 
-Ints = NDArray[np.int64]
 LEVELS = 4
 """Levels that are counted separately with `TREE`, the last one together with all below it."""
 MAX_LEVELS = 12

@@ -1,7 +1,5 @@
 """The times of one number of nodes: a pass of the target, a draft pass, and a step's overhead."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,6 @@ from sequoia_plan.runtime.draft.drafter import draw_children
 
 MAX_OVERHEAD_SIZE = 2
 """The overhead of a step is timed with trees of up to so many nodes."""
-NUM_CHILDREN = 3
-"""Of a node of the trees that are timed."""
 
 
 class SizeTimer:
@@ -36,12 +32,14 @@ class SizeTimer:
     ) -> None:
         self.size, self.sampling, self.times_draft, self.interval = size, sampling, times_draft, 1
         assert step.drafter is not None
-        self.step = step.with_tree(bushy(size, NUM_CHILDREN, step.drafter.drafting.max_depth))
+        num_children = min(3, step.models.max_children)
+        self.step = step.with_tree(bushy(size, step.drafter.drafting.max_depth, num_children))
         # with room for a child of each node, which `draft_pass` draws
         self.step.prefill(prompt, size + self.step.tree.depth, seed=0)
         self.extent = self.step.extent(prompt.numel() - 1)
         self.length = step.sequence.length.clone()
         self.tokens = self._draft_tokens()
+        self.half = torch.tensor([(size + 1) // 2], device=step.device)
         self.columns = self.step.tensors.columns(self.length, self.extent)
         self.draft_input, self.previous = representative_pass(step.drafter, self.step.tensors)
 
@@ -65,7 +63,12 @@ class SizeTimer:
         # other sizes have drawn into the same slots since
         slots = self.length + self.step.tensors.nodes
         self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
-        run_target = partial(self.step.run_target, self.extent)
+
+        def run_target() -> None:
+            """A pass, of which half is accepted."""
+            self.step.run_target(self.extent)
+            self.step.sequence.target.roll_back(self.half)
+
         seconds = {("target", self.size): timed(device, run_target)[1]}
         if self.times_draft:
             width = self.draft_input.input_slots.numel()

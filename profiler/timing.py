@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.runtime import Pair
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - started
 
 
-def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:
+def drift_free_quartiles(times: Floats) -> Floats:
     """First quartile, median and third quartile of repeated times, without common drift.
 
     `times` float64 [..., sizes, rounds], NaN where a size took no part; returns float64
@@ -50,17 +50,17 @@ def drift_free_quartiles(times: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     slowdowns = times / np.nanmedian(times, -1, keepdims=True)
     drift = np.nanmedian(slowdowns.reshape(-1, times.shape[-1]), 0)
-    quartiles: NDArray[np.float64] = np.nanquantile(times / drift, [0.25, 0.5, 0.75], axis=-1)
+    quartiles: Floats = np.nanquantile(times / drift, [0.25, 0.5, 0.75], axis=-1)
     return quartiles
 
 
 def text_prompt(pair: Pair, context: int, texts: Sequence[Sequence[int]]) -> Tensor:
     """int64 [context]: the first tokens of `texts`, repeated if too few; else random ones."""
-    tokens = list(itertools.islice(itertools.chain.from_iterable(texts), context))
+    repeated = itertools.cycle(itertools.chain.from_iterable(texts))
+    tokens = list(itertools.islice(repeated, context))
     if not tokens:
         return random_prompt(pair, context)
-    repeated = torch.tensor(tokens, device=pair.target.device).repeat(-(-context // len(tokens)))
-    return repeated[:context]
+    return torch.tensor(tokens, device=pair.target.device)
 
 
 def random_prompt(pair: Pair, context: int) -> Tensor:

@@ -13,11 +13,11 @@ from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 
 CHAIN_SIZES, WIDE_SIZES = (1, 8), (8, 64, 512)
-"""Nodes of the trees that are timed; nodes of wide ones have three children each."""
+"""Nodes of the trees that are timed."""
 
 
-def bushy(size: int, children: int, max_depth: int | None = None) -> TokenTree:
-    """A tree of `size` nodes in which each node has `children` children, until no nodes are left.
+def bushy(size: int, max_depth: int | None = None, children: int = 3) -> TokenTree:
+    """A tree of `size` nodes in which each node has so many children, until no nodes are left.
 
     Nodes are filled up breadth-first; more children where the tree would be too deep.
     """
@@ -30,11 +30,13 @@ def bushy(size: int, children: int, max_depth: int | None = None) -> TokenTree:
         children += 1
 
 
-def trees_to_time(max_nodes: int, vocabulary: int, max_depth: int | None = None) -> list[TokenTree]:
+def trees_to_time(
+    max_nodes: int, max_children: int, max_depth: int | None = None
+) -> list[TokenTree]:
     """Chains and wide trees."""
     chains = [TokenTree.chain(min(size, max_depth or size)) for size in CHAIN_SIZES]
-    wide = [bushy(size, 3, max_depth) for size in WIDE_SIZES]
-    return [t for t in chains + wide if t.size <= max_nodes and t.branching <= vocabulary]
+    wide = [bushy(size, max_depth) for size in WIDE_SIZES]
+    return [t for t in chains + wide if t.size <= max_nodes and t.branching <= max_children]
 
 
 class VerificationTimer:

@@ -32,13 +32,17 @@ CATCH_UP_TOKENS = 64
 class StepOutput:
     """What one step accepted: nodes of its tree from the root on, and the token after each.
 
-    `match_length` is that of the text's lookup match after the step; 0 with a single tree.
+    `match_length` is that of the text's lookup match after the step; 0 with a single tree. If the
+    sequence `keeps_logits`: `logits` and `processed_logits` [accepted, vocabulary], the target's
+    after the nodes of the path, before and after the text's logits processors.
     """
 
     path: list[int]
     tokens: list[int]
     tree: TokenTree
     match_length: int = 0
+    logits: Tensor | None = None
+    processed_logits: Tensor | None = None
 
 
 class CapturedStep(TreeStep):
@@ -53,19 +57,24 @@ class CapturedStep(TreeStep):
         """A step with another tree that shares models, sequence and graphs with this one."""
         return CapturedStep(self.models, tree)
 
-    def prefill(self, prompt: Tensor, max_new_tokens: int, seed: int | None = None) -> None:
+    def prefill(
+        self, prompt: Tensor, max_new_tokens: int, seed: int | None = None, *, reuse: bool = False
+    ) -> None:
         """Start a sequence; it has room for all trees of a portfolio.
 
-        `prompt` int64 [n].
+        `reuse`: what the models have read of the prompt is not read again. `prompt` int64 [n].
         """
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
-        max_size = max(tree.size for tree in self.tree.portfolio.values())
+        trees = self.tree.portfolio.values()
+        max_size = max(tree.size for tree in trees)
+        # the draft may not have read the last tokens as it reads a prompt
+        unsettled = CATCH_UP_TOKENS + max(tree.depth for tree in trees) if reuse else None
         if self.lookup:
             self.sequence.reserve_rows("lookup_chain", self.lookup.chain_length)
         capacity = self._extent(max_length + max_size)
         with one_thread_of_torch(self.target.compiled_pass is not None):
-            self.models.prefill(prompt, capacity, max_size, seed)
+            self.models.prefill(prompt, capacity, max_size, seed, unsettled)
 
     def extent(self, length: int) -> int:
         """How many slots of the cache attention looks at, with the root in slot `length`."""
@@ -102,7 +111,12 @@ class CapturedStep(TreeStep):
     def launches_ahead(self) -> bool:
         """Can the next step be launched before this one, which may choose its tree, is read?"""
         captures = self.device.type == "cuda" and self.models.graphs is not None
-        return captures and not self.lookup
+        return captures and not self.lookup and not self.runs_by_parts
+
+    @property
+    def runs_by_parts(self) -> bool:
+        """Does the host take part in a step, between its parts or by keeping their results?"""
+        return bool(self.sequence.path_logits) or self.sequence.keeps_logits
 
     def launch(self, length: int, sampling: Sampling) -> Callable[[int], StepOutput]:
         """Start a step whose root is in slot `length` or before it.
@@ -128,19 +142,28 @@ class CapturedStep(TreeStep):
         count = min(count, self.target.context - 1 - length)  # nodes beyond the context are cut off
         depth, match_length = self.tree.depth, 0
         path, tokens = numbers[:depth][:count], numbers[depth : 2 * depth][:count]
+        if self.sequence.path_logits:
+            self.sequence.path_logits.check(path, length)
+            self.sequence.path_logits.commit(tokens)
         if self.lookup:
             note_accepted(self.sequence, self.tree, path)
             match_length = numbers[-1]
-        return StepOutput(path, tokens, self.tree, match_length)
+        rows = [logits[path] for logits in self.logits] if self.sequence.keeps_logits else []
+        return StepOutput(path, tokens, self.tree, match_length, *rows)
 
     def run(self, extent: int, sampling: Sampling) -> Tensor:
         """What a call returns; the next run overwrites that tensor."""
         graphs = self.models.graphs
-        if graphs is None or graphs.may_capture(self._key("step", extent, sampling)):
+        is_whole = graphs is None or graphs.may_capture(self._key("step", extent, sampling))
+        if is_whole and not self.runs_by_parts:
             return self.replay("step", partial(self, extent, sampling), extent, sampling)
+        if graphs is None:
+            self.target.prefetch()
         drafted = self.run_draft(extent, sampling)
         logits = self.run_target(extent)
-        return self.run_verification(logits, drafted, sampling)
+        processed = self.process_target(logits)
+        self.logits = logits, processed
+        return self.run_verification(processed, drafted, sampling)
 
     def run_draft(self, extent: int, sampling: Sampling) -> DraftedTree:
         """`draft`, as a CUDA graph where that is possible."""
@@ -158,7 +181,7 @@ class CapturedStep(TreeStep):
             return self.commit(self.verify(logits, DraftedTree(draft_probs, drawn), sampling))
 
         inputs = (logits, drafted.draft_probs, drafted.drawn)
-        return self.replay("verify", verify_and_commit, sampling, inputs=inputs)
+        return self.replay("verify", verify_and_commit, sampling, logits.dtype, inputs=inputs)
 
     def replay(
         self,
@@ -169,7 +192,7 @@ class CapturedStep(TreeStep):
     ) -> T:
         """`function(*inputs)`, as a CUDA graph where that is possible."""
         graphs, sequence = self.models.graphs, self.sequence
-        if graphs is None:
+        if graphs is None or (part == "draft" and sequence.path_logits):
             with one_thread_of_torch(self.target.compiled_pass is not None):
                 return function(*inputs)
         if graphs.version != sequence.version:

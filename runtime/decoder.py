@@ -12,18 +12,23 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.runtime.base.path_logits import PathLogits
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Ending,
     Generation,
+    TokenRecord,
     check_loaded,
     end_tokens,
     read_prompt,
     stop_criteria,
 )
-from sequoia_plan.runtime.models.architecture import without_adapter_wrapper
+from sequoia_plan.runtime.grammar import Grammar
+from sequoia_plan.runtime.logits_processors import LogitsProcessors, split_at_warpers
+from sequoia_plan.runtime.models.architecture import text_config, without_adapter_wrapper
+from sequoia_plan.runtime.session import Session
 
 
 class SequoiaDecoder:
@@ -107,6 +112,12 @@ class SequoiaDecoder:
         attention_mask: Tensor | None = None,
         stop_strings: str | Sequence[str] | None = None,
         stopping_criteria: Sequence[Callable[..., Any]] = (),
+        logits_processor: Sequence[Callable[..., Any]] = (),
+        constraint: Grammar | None = None,
+        logprobs: int | None = None,
+        output_logits: bool = False,
+        output_scores: bool = False,
+        reuse_prefix: bool = False,
     ) -> Generation:
         """Generate after a prompt.
 
@@ -126,6 +137,15 @@ class SequoiaDecoder:
                 that completes a stop string is kept, as in transformers.
             stopping_criteria: transformers' criteria, called as `criterion(input_ids, None)` after
                 every token.
+            logits_processor: transformers' processors and warpers, in its order; each is called
+                for every node of a tree, with the tokens before it. They come before `sampling`.
+            constraint: a grammar that the new tokens follow.
+            logprobs: return the log-probability of each new token, after processors and filters,
+                and those of so many most probable tokens at its place.
+            output_logits: return the target's logits at each new token.
+            output_scores: return them after processors, temperature and filters.
+            reuse_prefix: do not read again what the decoder has last read, as far as the prompt
+                begins with it.
 
         Raises:
             SequoiaPlanError: if the prompt is empty, a batch or too long for the context, a setting
@@ -150,11 +170,21 @@ class SequoiaDecoder:
         num_steps, finish_reason = 0, ""
         if streamer is not None:
             streamer.put(prompt[None].cpu())
-        with closing(self.steps(prompt, max_new_tokens, sampling, seed)) as steps:
+        record = TokenRecord(sampling, logprobs, output_logits, output_scores)
+        path_logits = self._path_logits(logits_processor, constraint)
+        if path_logits:
+            path_logits.begin(prompt_ids, ending.end_tokens)
+        all_steps = self.steps(
+            prompt, max_new_tokens, sampling, seed,
+            path_logits=path_logits, keeps_logits=record.is_asked, reuse_prefix=reuse_prefix,
+        )  # fmt: skip
+        with closing(all_steps) as steps:
             while not finish_reason:
-                tokens, finish_reason = ending.cut(next(steps).tokens)
+                output = next(steps)
+                tokens, finish_reason = ending.cut(output.tokens)
                 num_steps += 1
                 new_ids.extend(tokens)
+                record.add(tokens, output.logits, output.processed_logits)
                 if streamer is not None:
                     streamer.put(torch.tensor(tokens))
         if streamer is not None:
@@ -164,7 +194,25 @@ class SequoiaDecoder:
         if tokenizer is not None:
             text = tokenizer.decode(new_ids, skip_special_tokens=True)
         seconds = time.perf_counter() - started
-        return Generation(sequences, len(new_ids), num_steps, seconds, finish_reason, text)
+        return Generation(
+            sequences, len(new_ids), num_steps, seconds, finish_reason, text, **record.tensors()
+        )
+
+    def start(self, prompt: Any = ()) -> Session:
+        """A text that goes on: what the models have read of it is not read again."""
+        return Session(self, prompt)
+
+    def _path_logits(
+        self, processors: Sequence[Callable[..., Any]], constraint: Grammar | None
+    ) -> PathLogits | None:
+        """What processes logits on a tree's paths; None if nothing does."""
+        if not processors and constraint is None:
+            return None
+        halves = split_at_warpers(processors)
+        both, target_only = ([LogitsProcessors(half)] if half else [] for half in halves)
+        grammars = [] if constraint is None else [constraint]
+        vocabulary = text_config(self.step.target.model).vocab_size
+        return PathLogits([*both, *grammars], target_only, vocabulary)
 
     def generate_each(
         self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any
@@ -179,7 +227,15 @@ class SequoiaDecoder:
 
     @torch.inference_mode()
     def steps(
-        self, prompt: Tensor, max_new_tokens: int, sampling: Sampling, seed: int | None = None
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        sampling: Sampling,
+        seed: int | None = None,
+        *,
+        path_logits: PathLogits | None = None,
+        keeps_logits: bool = False,
+        reuse_prefix: bool = False,
     ) -> Generator[StepOutput, None, None]:
         """Prefill `prompt` (int64 [n]), then yield steps until the limit or the context's end.
 
@@ -193,9 +249,11 @@ class SequoiaDecoder:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
                 not finite.
         """
-        step, tree = self.step, self.step.tree
-        with step.sequence.lock.hold():
-            step.prefill(prompt, max_new_tokens, 0 if sampling.greedy else seed)
+        step, tree, sequence = self.step, self.step.tree, self.step.sequence
+        with sequence.lock.hold():
+            sequence.path_logits, sequence.keeps_logits = path_logits, keeps_logits
+            seed = 0 if sampling.greedy else seed
+            step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
             if step.lookup:
                 step = self.step_of_tree[tree.for_match(int(step.look_up()))]
             length = prompt.numel() - 1
@@ -208,5 +266,6 @@ class SequoiaDecoder:
                     launched = step.launch(max_length, sampling)
                 output = read_output(length)
                 length += len(output.tokens)
+                sequence.num_read = length
                 yield output
                 step = self.step_of_tree[tree.for_match(output.match_length)]

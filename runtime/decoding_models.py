@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.capture import is_on_one_cuda_device, step_graphs, weight_addresses
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel
@@ -30,7 +31,7 @@ from sequoia_plan.runtime.models.architecture import (
 from sequoia_plan.runtime.models.compiled_passes import CAN_COMPILE, compiled_pass, passes
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.fused_twin import twin_of, twins
-from sequoia_plan.runtime.models.model_state import Watch, check_mode, structure
+from sequoia_plan.runtime.models.model_state import Watch, check_mode, structure, weights
 from sequoia_plan.runtime.models.parallel import shared_seed
 from sequoia_plan.runtime.models.probe import probe
 from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
@@ -81,16 +82,20 @@ class DecodingModels:
         layout = None if compiled_pass(target) else probe(target)
         self.target = TreeModel(target, layout, aux_hidden_state_layers=layers)
         self.passes = [compiled_pass(m) or twins.get(unwrapped(m)) for m in self.models]
-        self.watch = Watch(structure)
+        self.watch, self.weights = Watch(structure), Watch(partial(weights, sampled=False))
         for model in self.models:
             self.watch.look(model)
+            self.weights.look(model)
         self.sequence = SequenceState(self.device)
+        if self.target.recurrent_modules:
+            captured = False  # the host reads how many tokens they read again
         self.graphs = step_graphs(target, draft, self.device, captured)
 
     def check_unchanged(self) -> None:
         """Raise SequoiaPlanError if a model is no longer what the decoder was made for.
 
-        Weights may change: those that a compiled pass has are then packed anew.
+        Weights may change: those that a compiled pass has are then packed anew, and what the
+        sequence holds counts as not read.
         """
         for model, compiled in zip(self.models, self.passes, strict=True):
             if names := self.watch.changes(model):
@@ -99,27 +104,42 @@ class DecodingModels:
                     "made; make it anew"
                 )
             check_mode(model)
-            if compiled:
-                compiled.check(model)
+            changed = compiled and compiled.check(model)
+            is_streamed = stream_of(unwrapped(model)) is not None  # its memory changes in each pass
+            if changed or (not is_streamed and self.weights.changes(model)):
+                self.sequence.num_read = 0
+                self.weights.look(model)
 
     @torch.no_grad()
-    def prefill(self, prompt: Tensor, capacity: int, max_size: int, seed: int | None) -> None:
+    def prefill(
+        self, prompt: Tensor, capacity: int, max_size: int, seed: int | None, unsettled: int | None
+    ) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
-        `prompt` int64 [n].
+        What the models have read of the prompt is not read again, if the draft has settled all but
+        the last `unsettled` tokens; None reads everything. `prompt` int64 [n].
         """
         self.check_unchanged()
         sequence, drafter = self.sequence, self.drafter
         sequence.generator.manual_seed(shared_seed(self.target.model) if seed is None else seed)
+        settled = sequence.num_read - (unsettled or 0)
+        # a recurrent state cannot go back to where the texts part
+        reads_all = unsettled is None or self.target.recurrent_modules
+        start = 0 if reads_all else sequence.num_shared(prompt[:-1])
+        sequence.num_read = start
         self._reserve(capacity, max_size)
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
         sequence.num_unread = 0
         on_chunk = None
         if drafter:
-            drafter.prefill(sequence.draft, prompt[:-1])
+            drafter.prefill(sequence.draft, prompt[:-1], start)
             on_chunk = partial(drafter.prefill_hidden_states, sequence.draft)
-        self.target.prefill(sequence.target, prompt[:-1], on_chunk)
+            slots = torch.arange(min(max(settled, 0), start), start, device=self.device)
+            if slots.numel():
+                drafter.catch_up(sequence, slots, start)
+        self.target.prefill(sequence.target, prompt[:-1], on_chunk, start)
+        sequence.num_read = prompt.numel() - 1
 
     def _reserve(self, capacity: int, max_size: int) -> None:
         """Reserve `capacity` slots, and memory for the hidden states of `max_size` nodes."""
@@ -134,6 +154,13 @@ class DecodingModels:
             sequence.reserve_rows("aux_hidden_states", max_size, (width,), model.dtype)
         if self.graphs:
             sequence.note_weight_addresses(weight_addresses(self.models))
+
+    @property
+    def max_children(self) -> int:
+        """The most children that a node may have."""
+        if self.target.recurrent_modules:
+            return 1
+        return self.drafter.vocabulary if self.drafter else MAX_TREE_NODES
 
     def check_prompt(self, prompt: Tensor) -> None:
         """Check that the target has the prompt's tokens, and room for one more in its context.
@@ -162,6 +189,12 @@ class DecodingModels:
             raise SequoiaPlanError(
                 f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes "
                 "without"
+            )
+        if tree.branching > 1 and self.target.recurrent_modules:
+            raise SequoiaPlanError(
+                f"tree: {tree.branching} children of one node, and {model_type(self.target.model)} "
+                "has layers with a recurrent state, where a tree needs a state for each node; take "
+                "a chain, as solve does with a profile of this target"
             )
         if drafter and tree.branching > drafter.vocabulary:
             raise SequoiaPlanError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.models.architecture import text_config, unwrapped
 
 Criterion = Callable[..., Any]
@@ -31,6 +32,13 @@ class Generation:
         finish_reason: "eos", "stop" (a stop string or a stopping criterion), "length", or "context"
             when the model's context is full.
         text: the new tokens as text without special tokens; None if the decoder has no tokenizer.
+        logprobs: float32 [new], the log-probability of each new token.
+        top_logprobs: float32 [new, k], those of the most probable tokens.
+        top_tokens: int64 [new, k], these tokens.
+        logits: [new, vocabulary], the target's at each new token.
+        scores: float32 [new, vocabulary], the same after processors, temperature and filters.
+
+    The last five are None unless they were asked for.
     """
 
     sequences: Tensor
@@ -39,11 +47,53 @@ class Generation:
     seconds: float
     finish_reason: str
     text: str | None = None
+    logprobs: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    logits: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def tokens_per_step(self) -> float:
         """New tokens for each pass of the target."""
         return self.new_tokens / max(self.steps, 1)
+
+
+class TokenRecord:
+    """Collects what was asked for of the target's logits at each new token."""
+
+    def __init__(
+        self, sampling: Sampling, logprobs: int | None, output_logits: bool, output_scores: bool
+    ) -> None:
+        if logprobs is not None and (isinstance(logprobs, bool) or logprobs < 0):
+            raise ArgumentError(f"logprobs: found {logprobs!r}, expected a count, or None")
+        self.sampling, self.num_top = sampling, logprobs
+        self.names = [
+            *(("logprobs", "top_logprobs", "top_tokens") if logprobs is not None else ()),
+            *(("logits",) if output_logits else ()),
+            *(("scores",) if output_scores else ()),
+        ]
+        self.parts: dict[str, list[Tensor]] = {name: [] for name in self.names}
+        self.is_asked = bool(self.names)
+
+    def add(self, tokens: Sequence[int], logits: Tensor | None, processed: Tensor | None) -> None:
+        """Take a step's tokens, and the rows of logits from their places on."""
+        if logits is None or processed is None or not tokens:
+            return
+        logits, scores = logits[: len(tokens)], self.sampling.scores(processed[: len(tokens)])
+        rows = {"logits": logits, "scores": scores}
+        if self.num_top is not None:
+            all_logprobs = scores.log_softmax(-1)
+            index = torch.tensor(tokens, device=scores.device)[:, None]
+            rows["logprobs"] = all_logprobs.gather(1, index)[:, 0]
+            top = all_logprobs.topk(min(self.num_top, all_logprobs.shape[1]))
+            rows["top_logprobs"], rows["top_tokens"] = top
+        for name in self.names:
+            self.parts[name].append(rows[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was asked for, by its name in `Generation`."""
+        return {name: torch.cat(parts) for name, parts in self.parts.items()}
 
 
 class Ending:

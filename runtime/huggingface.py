@@ -3,6 +3,7 @@
 model.generate(ids, custom_generate=sequoia, draft=draft, tree=tree)
 """
 
+import copy
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.decoder import SequoiaDecoder
+from sequoia_plan.runtime.grammar import Grammar
+from sequoia_plan.runtime.logits_processors import split_at_warpers
 
 SETTING_OF_PROCESSOR = {
     processors.TemperatureLogitsWarper: "temperature",
@@ -40,6 +43,7 @@ def sequoia(
     tree: TokenTree | None = None,
     text_streamer: Any = None,
     seed: int | None = None,
+    constraint: Grammar | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """For `custom_generate`: decode with `tree` and `draft`; the generation config says the rest.
@@ -51,53 +55,96 @@ def sequoia(
         draft, tree: as for `SequoiaDecoder`. The verifier is the one that the tree's plan records.
         text_streamer: a streamer, under a name that transformers passes on; it drops `streamer`.
         seed: makes sampling repeatable; None draws one with PyTorch's generator (`set_seed`).
+        constraint: a grammar that the new tokens follow.
 
     Returns:
-        int64 [1, prompt + new], or transformers' output class if the config has
+        int64 [sequences, prompt + new], or transformers' output class if the config has
         `return_dict_in_generate`.
 
     Raises:
         SequoiaPlanError: for what `SequoiaDecoder` refuses, and for settings that would be ignored.
     """
     config = generation_config or model.generation_config
-    _check_processors(logits_processor or (), config)
     decoder = _decoder_of(model, draft, tree)
     verifier = verifier_of(decoder.step.tree)
-    sampling = Sampling.from_generation_config(config, verifier)
+    sampling, processors = _sampling_of(config, logits_processor or (), verifier)
     # the decoder itself ends at these two, with the user's values where there are any
     criteria = list(stopping_criteria or ())
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
     ends = [c.eos_token_id.flatten() for c in criteria if type(c) is EosTokenCriteria]
     eos = torch.cat(ends) if ends else config.eos_token_id
     max_new_tokens = min(lengths, default=config.max_length) - input_ids.shape[1]
-    result = decoder.generate(
-        {"input_ids": input_ids, **model_kwargs},
-        max_new_tokens=max(max_new_tokens, 1),  # as transformers, which looks after each token
-        seed=seed,
-        eos_token_id=() if eos is None else eos,
-        streamer=text_streamer,
-        sampling=sampling,
-        stopping_criteria=[
-            c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
-        ],
-    )
+    count = config.num_return_sequences or 1
+    if count > 1 and (config.output_scores or config.output_logits or text_streamer):
+        raise ArgumentError(
+            f"num_return_sequences: found {count}, expected 1 with scores, logits or a streamer"
+        )
+    mask = model_kwargs.pop("attention_mask", None)
+    if len(input_ids) == count:  # generate has repeated both for each sequence
+        input_ids, mask = input_ids[:1], None if mask is None else mask[:1]
+    results = [
+        decoder.generate(
+            {"input_ids": input_ids, "attention_mask": mask, **model_kwargs},
+            max_new_tokens=max(max_new_tokens, 1),  # as transformers, which looks after each token
+            seed=None if seed is None else seed + number,
+            eos_token_id=() if eos is None else eos,
+            streamer=text_streamer,
+            sampling=sampling,
+            stopping_criteria=[
+                c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+            ],
+            logits_processor=processors,
+            constraint=constraint,
+            output_logits=bool(config.output_logits),
+            output_scores=bool(config.output_scores),
+            reuse_prefix=number > 0,
+        )
+        for number in range(count)
+    ]
+    rows = [result.sequences[0] for result in results]
+    padding = config.pad_token_id or 0
+    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
     if config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=result.sequences)
-    return result.sequences
+        scores, logits = results[0].scores, results[0].logits
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=None if scores is None else scores.split(1),
+            logits=None if logits is None else logits.split(1),
+        )
+    return sequences
 
 
-def _check_processors(given: Sequence[Any], config: GenerationConfig) -> None:
-    """Refuse processors other than those that transformers made of the config, once each."""
-    kinds = [type(processor) for processor in given]
-    for kind, processor in zip(kinds, given, strict=True):
-        if kind is processors.LogitNormalization:  # which changes no probability
-            continue
-        name = SETTING_OF_PROCESSOR.get(kind, "")
-        if not name or getattr(processor, name) != getattr(config, name) or kinds.count(kind) > 1:
-            hint = f"set {name} in the generation config instead" if name else "leave it out"
-            raise ArgumentError(
-                f"{kind.__name__}: logits depend on it, and a token tree cannot follow it; {hint}"
-            )
+def _sampling_of(
+    config: GenerationConfig, given: Sequence[Any], verifier: str
+) -> tuple[Sampling, list[Any]]:
+    """The sampling settings, and the processors that run before them.
+
+    Where warpers are other than `Sampling` has them, all run as processors.
+    """
+    sampling = Sampling.from_generation_config(config, verifier, has_processors=True)
+    given = [_with_own_padding(processor) for processor in given]
+    if not config.output_scores:  # it changes scores alone, not probabilities
+        given = [p for p in given if type(p) is not processors.LogitNormalization]
+    _, warpers = split_at_warpers(given)
+    num_before = len(given) - len(warpers)
+    names = [SETTING_OF_PROCESSOR.get(type(p), "") for p in given[num_before:]]
+    are_the_configs = len(set(names)) == len(names) and all(
+        name and getattr(p, name) == getattr(config, name)
+        for name, p in zip(names, given[num_before:], strict=True)
+    )
+    if are_the_configs:
+        return sampling, given[:num_before]
+    if sampling.greedy:
+        return sampling, given
+    return Sampling(1.0, draft_temperature=sampling.temperature, verifier=verifier), given
+
+
+def _with_own_padding(processor: Any) -> Any:
+    """A processor that has the padding of a batch of one, which is 0, for batches of any size."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(processor.prompt_ignore_length)
+    return processor
 
 
 def _decoder_of(model: Any, draft: Any, tree: Any) -> SequoiaDecoder:

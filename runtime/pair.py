@@ -286,10 +286,11 @@ def context_remarks(target: Any) -> tuple[str, ...]:
     config, remarks = text_config(target), []
     if reason := rope_reason(config):
         remarks.append(f"target: texts end at {context_length(config)} tokens{reason}")
-    for name, value in not_followed(target.generation_config).items():
+    for name in not_followed(target.generation_config):
+        value = getattr(target.generation_config, name)
         remarks.append(
-            f"target: its generation config has {name} {value!r:.60}, which a token tree cannot "
-            "follow; it is left out in all methods"
+            f"target: its generation config has {name} {value!r:.60}, which is left out in all "
+            "methods"
         )
     return tuple(remarks)
 

@@ -1,10 +1,13 @@
 """One decoding step with a token tree: draft the tree, verify it with the target, commit a path."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.lookup import Lookup, look_up
+from sequoia_plan.runtime.base.path_logits import Path, paths_of
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.decoding_models import DecodingModels
@@ -22,8 +25,8 @@ class TreeStep:
 
     Calling it drafts a tree, runs one target pass over it, verifies it and commits the accepted
     path. Each of the four parts is a method of its own, and nothing in them depends on values that
-    the host must read. Steps with the same models share a sequence. `portfolio` is the tree that
-    `tree` takes the place of, if any.
+    the host must read, unless the text has logits processors. Steps with the same models share a
+    sequence. `portfolio` is the tree that `tree` takes the place of, if any.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class TreeStep:
         """One decoding step; returns what `commit` returns."""
         self.target.prefetch()
         drafted = self.draft(extent, sampling)
-        logits = self.forward_target(extent)
+        logits = self.process_target(self.forward_target(extent))
         accepted = self.verify(logits, drafted, sampling)
         return self.commit(accepted)
 
@@ -63,14 +66,31 @@ class TreeStep:
             return DraftedTree(nothing, nothing)
         columns = self.tensors.columns(sequence.length, extent)
         bits = self.random_bits(sampling)
+        process = self.process_draft if sequence.path_logits else None
         drafted = draft_tree(
-            self.drafter, self.passes, sequence, columns, sampling, bits, self.branching
+            self.drafter, self.passes, sequence, columns, sampling, bits, self.branching, process
         )
         if is_split(self.target.model):
             slots = sequence.length + self.tensors.nodes
             tokens = from_first(self.target.model, sequence.tokens[slots])
             sequence.tokens.index_copy_(0, slots, tokens)
         return drafted
+
+    def process_draft(self, nodes: Sequence[int], logits: Tensor) -> Tensor:
+        """The draft's logits after nodes, as the text's logits processors change them."""
+        assert self.sequence.path_logits and self.drafter
+        return self.sequence.path_logits.of_draft(self.paths(nodes), logits, self.drafter.d2t)
+
+    def process_target(self, logits: Tensor) -> Tensor:
+        """The target's logits after all nodes, as the text's logits processors change them."""
+        if not self.sequence.path_logits:
+            return logits
+        return self.sequence.path_logits.of_target(self.paths(range(self.tree.size)), logits)
+
+    def paths(self, nodes: Iterable[int]) -> list[Path]:
+        """The tokens on the paths of nodes, which the host reads."""
+        tokens = self.sequence.tokens[self.sequence.length + self.tensors.nodes]
+        return paths_of(tokens.tolist(), self.tree.parents.tolist(), nodes)
 
     def forward_target(self, extent: int) -> Tensor:
         """The target's pass over the tree: logits [size, vocabulary].
@@ -82,6 +102,8 @@ class TreeStep:
         slots = sequence.length + tensors.nodes
         positions = sequence.length + tensors.offsets
         mask = tensors.mask.index_select(1, tensors.columns(sequence.length, extent))
+        if self.tree.size > 1:
+            sequence.target.save()
         output = self.target(sequence.target, sequence.tokens[slots], positions, slots, mask)
         if output.hidden_states is not None:
             sequence.aux_hidden_states.index_copy_(0, tensors.nodes, output.hidden_states)
@@ -115,6 +137,8 @@ class TreeStep:
         next_on_path = sequence.tokens[slots].roll(-1)
         added = torch.where(places == accepted.count - 1, accepted.bonus, next_on_path)
         sequence.target.commit(slots, length)
+        if self.tree.size > 1:
+            sequence.target.roll_back(accepted.count)
         count = accepted.count
         if self.drafter and (self.passes or self.lookup):
             self.drafter.commit(sequence, accepted.path)

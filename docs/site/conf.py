@@ -28,6 +28,7 @@ NAVIGATION = {
     "Use": [
         ("When to use it", "docs/when"),
         ("Own models", "docs/own-models"),
+        ("Models and drafts", "docs/models"),
         ("Examples", "examples/README"),
         ("Command line", "build/reference/cli"),
         ("Python API", "build/reference/api"),
@@ -44,7 +45,6 @@ NAVIGATION = {
     "With other software": [
         ("vLLM, llama.cpp and SGLang", "docs/engines"),
         ("transformers", "docs/huggingface"),
-        ("Architectures", "docs/architectures"),
     ],
     "Files": [
         ("File formats", "docs/format"),
@@ -53,7 +53,6 @@ NAVIGATION = {
     ],
     "Drafts": [
         ("The embedded drafts", "docs/draft"),
-        ("Published drafts", "docs/drafts"),
     ],
     "Contribute": [
         ("Contributing", "CONTRIBUTING"),

@@ -15,7 +15,6 @@ from sequoia_plan.planner.cli.engine import (
     DEFAULT_BATCHES,
     output_options,
     plan_options,
-    replan,
     write_plan,
 )
 from sequoia_plan.planner.cli.options import (
@@ -25,7 +24,6 @@ from sequoia_plan.planner.cli.options import (
     count_option,
     file_option,
     json_option,
-    refuse_given,
     sizes_option,
 )
 from sequoia_plan.planner.cli.terminal import status
@@ -93,7 +91,13 @@ def read_json(text: str) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--target", metavar="ID|DIR", type=NAME, help="Target model, as vLLM is given it.")
+@click.option(
+    "--target",
+    metavar="ID|DIR",
+    type=NAME,
+    required=True,
+    help="Target model, as vLLM is given it.",
+)
 @click.option("--draft", metavar="ID|DIR", type=NAME, help="Draft model, as vLLM is given it.")
 @click.option(
     "--method",
@@ -129,7 +133,7 @@ def read_json(text: str) -> dict[str, Any]:
 @plan_options
 @output_options
 def vllm(
-    target: str | None,
+    target: str,
     draft: str | None,
     method: str,
     python: str | None,
@@ -138,20 +142,11 @@ def vllm(
     metrics: str | None,
     batches: list[int] | None,
     max_length: int,
-    times_path: str | None,
     run: dict[str, Any],
     outputs: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your vLLM, and say which num_speculative_tokens is best."""
-    if not (metrics if times_path else target):
-        raise click.UsageError(
-            "name the models with --target and --draft, "
-            "or a server with --metrics and an earlier plan with --times"
-        )
-    if times_path:
-        engine_options = ("target", "draft", "method", "python", "engine_args", "speculative_args")
-        refuse_given("no engine is run with --times", *engine_options, *run)
-    check_outputs(outputs["output"], outputs["report"], times_path, metrics, run["path"])
+    check_outputs(outputs["output"], outputs["report"], metrics, run["path"])
 
     from sequoia_plan.engines.counters import chain_acceptance, fetch
     from sequoia_plan.engines.vllm import VllmPool, speculative_config
@@ -159,25 +154,17 @@ def vllm(
     acceptance = chain_acceptance(fetch(metrics), metrics) if metrics else None
     if acceptance:
         max_length = min(max_length, len(acceptance.accepted))
-    if acceptance and times_path:
-        plan = replan(times_path, "vllm", acceptance, batches, max_length)
-    else:
-        batches = batches or list(DEFAULT_BATCHES)
-        plan = _measured_plan(
-            partial(
-                VllmPool,
-                target=target or "",
-                draft=draft,
-                python=python or sys.executable,
-                speculative=speculative_config(method, draft, speculative_args),
-                options={"max_num_seqs": max(batches)} | engine_args,
-            ),
-            run | {"limit": run["limit"] or DEFAULT_LIMIT},
-            batches,
-            max_length,
-            outputs["output"],
-            acceptance,
-        )
+    batches = batches or list(DEFAULT_BATCHES)
+    new_pool = partial(
+        VllmPool,
+        target=target,
+        draft=draft,
+        python=python or sys.executable,
+        speculative=speculative_config(method, draft, speculative_args),
+        options={"max_num_seqs": max(batches)} | engine_args,
+    )
+    run["limit"] = run["limit"] or DEFAULT_LIMIT
+    plan = _measured_plan(new_pool, run, batches, max_length, outputs["output"], acceptance)
     write_plan(plan, **outputs)
 
 
@@ -235,8 +222,8 @@ def llamacpp(
         raise click.UsageError(
             f"--spec-type {spec_type}: needs a draft model; name its GGUF file with --draft"
         )
-    if spec_type == LOOKUP:
-        refuse_given(f"{LOOKUP} drafts without a model", "draft")
+    if draft and spec_type == LOOKUP:
+        raise click.UsageError(f"--draft: has no effect, {LOOKUP} drafts without a model")
     check_outputs(output, None, run["path"], target, draft)
 
     from sequoia_plan.engines.llama_server import find_build

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from sequoia_plan.runtime import Sampling
@@ -128,14 +127,8 @@ def file_option(*names: str, text: str, metavar: str = "FILE", **settings: Any) 
 
 def output_option(default: str, what: str) -> Decorator:
     """`-o`, the file that a command writes."""
-    return click.option(
-        "-o",
-        "--output",
-        type=PATH,
-        default=default,
-        show_default=True,
-        help=f"Write the {what} there.",
-    )
+    text = f"Write the {what} there."
+    return file_option("-o", "--output", text=text, default=default, show_default=True)
 
 
 json_option = click.option(
@@ -255,15 +248,6 @@ def read_sampling(
     settings = {name: value for name, value in (tree_settings or {}).items() if name in names}
     given = {name: value for name, value in values.items() if value is not None}
     return Sampling(**(settings | given.pop("rare_settings", {}) | given))
-
-
-def refuse_given(reason: str, *names: str) -> None:
-    """Raise a usage error if a parameter of the command that would have no effect was given."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if parameter.name in names and source == ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{parameter.opts[0]}: has no effect, {reason}")
 
 
 def check_outputs(output: str | None, report: str | None, *inputs: str | None) -> None:

@@ -93,7 +93,7 @@ def profile(
     from dataclasses import replace
 
     from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
-    from sequoia_plan.artifacts.prompts import built_in, load, measuring_half
+    from sequoia_plan.artifacts.prompts import BUILT_IN, load, measuring_half
     from sequoia_plan.planner.report.profile_summary import describe_profile
     from sequoia_plan.profiler import measure
     from sequoia_plan.profiler.journal import discard, exclusive, journal_of
@@ -110,11 +110,11 @@ def profile(
         refuse_to_replace(path, prompts, tree_file)
         check_writable(path)
     click.get_current_context().with_resource(exclusive(*outputs))
-    own_prompts = load(prompts) if prompts else None
+    all_prompts = load(prompts or BUILT_IN)
     pair = load_pair(**models)
-    if prompts and own_prompts:
-        check_lengths(prompts, own_prompts, pair)
-    measured_prompts = measuring_half(own_prompts) if own_prompts else built_in()
+    if prompts:
+        check_lengths(prompts, all_prompts, pair)
+    measured_prompts = measuring_half(all_prompts)
 
     journal = journal_of(output)
     with progress("acceptance", len(measured_prompts)) as update:

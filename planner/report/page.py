@@ -56,23 +56,35 @@ def _plots(tree: TokenTree, result: BenchResult) -> list[Plot]:
     The first two may be taller than the others: they stand side by side, and the first has a row
     for each method.
     """
-    plan = tree.plan
-    plots: list[Plot] = []
-    first_height = HEIGHT
-    if ratios := speedups_over_plain(result):
-        first_height = max(HEIGHT, 0.9 + len(ratios) * 0.36)
-        caption = "Speed-up over plain decoding, measured with its 95 % interval, and predicted."
-        plots.append((partial(panels.speedups_panel, result), caption, first_height))
-    if tree.size > 1:
-        caption = "The tree. A node's area and shade are its probability of being accepted."
-        plots.append((partial(panels.tree_panel, tree), caption, first_height))
-    if plan.acceptance:
-        caption = "Predicted tokens a step against size, for every shape of tree at its best."
-        plots.append((partial(panels.tokens_panel, tree), caption, HEIGHT))
-    if plan.latency:
-        caption = "Median time of one pass against the tokens in it."
-        plots.append((partial(panels.latency_panel, tree), caption, HEIGHT))
-    return plots
+    plan, ratios = tree.plan, speedups_over_plain(result)
+    first_height = max(HEIGHT, 0.9 + len(ratios) * 0.36)
+    plots = [
+        (
+            ratios,
+            partial(panels.speedups_panel, result),
+            "Speed-up over plain decoding, measured with its 95 % interval, and predicted.",
+            first_height,
+        ),
+        (
+            tree.size > 1,
+            partial(panels.tree_panel, tree),
+            "The tree. A node's area and shade are its probability of being accepted.",
+            first_height,
+        ),
+        (
+            plan.acceptance,
+            partial(panels.tokens_panel, tree),
+            "Predicted tokens a step against size, for every shape of tree at its best.",
+            HEIGHT,
+        ),
+        (
+            plan.latency,
+            partial(panels.latency_panel, tree),
+            "Median time of one pass against the tokens in it.",
+            HEIGHT,
+        ),
+    ]
+    return [(draw, caption, height) for is_known, draw, caption, height in plots if is_known]
 
 
 def _metadata_text(metadata: Mapping[str, Any]) -> str:

@@ -37,9 +37,9 @@ def _times(latency: Latency, target: Mapping[str, Any]) -> Iterator[str]:
         times = [f"{n}: {1000 * seconds[n]:.1f} ms" for n in BRIEF_SIZES if n in seconds]
         yield f"  {role:<10}{'  '.join(times)}"
     yield f"  overhead  {latency.overhead * 1000:.2f} ms a step"
-    if latency.stream and "streamed_bytes" in target:
+    if latency.stream and "layers" in target:
         yield (
-            f"streamed    {target['streamed_bytes'] / 1e6:.0f} MB a pass in "
+            f"streamed    {latency.stream.bytes / 1e6:.0f} MB a pass in "
             f"{latency.stream.seconds * 1000:.0f} ms; {target['resident_layers']} of "
             f"{target['layers']} layers, and {target['resident_bytes'] / 1e6:.0f} MB in all, stay "
             "in memory"

@@ -10,6 +10,7 @@ import numpy as np
 from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.expected_tokens import node_values
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
+from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.uncertainty import MIN_KINDS
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ def print_summary(tree: TokenTree) -> None:
 def describe_prediction(plan: Plan) -> Iterator[str]:
     """Yields lines with the predicted figures, how sure they are, and what is proven."""
     interval = plan.interval or Interval()
+    if takes_chains_only(plan.models):
+        text = "the target has layers with a recurrent state; a tree needs a state for each node"
+        yield _line("chains only", text)
     if plan.expected_tokens is not None:
         ends = _in_parentheses(interval.expected_tokens)
         yield _line("expected tokens a step", f"{plan.expected_tokens:.4f}{ends}")

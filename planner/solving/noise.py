@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval
+from sequoia_plan.artifacts.prediction import predict
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.uncertainty import (
     Z95,
@@ -38,54 +39,39 @@ def intervals(
     trials = profile.effective_trials * weights / weights.sum()
     new_kind = trials_for_new_kind(tree, acceptance, list(profile.kinds.values()))
 
+    rates = acceptance.rates
+
+    def lost_at(rates: Floats) -> float:
+        """The share of speed (or of tokens) that the tree loses against the best one."""
+        best = best_tree(rates)
+        time_ratio = times.step_seconds(tree) / times.step_seconds(best) if times else 1.0
+        tokens_ratio = expected_tokens(tree, rates) / expected_tokens(best, rates)
+        return max(0.0, 1 - tokens_ratio / time_ratio)
+
     def interval(trials: Floats) -> Interval:
         """The interval of so many trials."""
-        return _interval(tree, profile, times, best_tree, trials)
+        low, high = rates_at_interval_ends(tree, rates, trials)
+        tokens = expected_tokens(tree, low), expected_tokens(tree, high)
+        measured_times, lost = StepTime.from_measured(profile), None
+        predicted_speedup = _speedup_interval(tree, acceptance, measured_times, tokens)
+        if tree.size <= MAX_RISING_BUDGET:  # the rates there may increase
+            lost = lost_at(low), lost_at(high)
+        return Interval(0.95, tokens, predicted_speedup, lost)
 
     return interval(trials), None if new_kind is None else interval(np.minimum(new_kind, trials))
 
 
-def _interval(
-    tree: TokenTree,
-    profile: Profile,
-    times: StepTime | None,
-    best_tree: BestTree,
-    trials: Floats,
-) -> Interval:
-    """The 95 % interval of a tree's prediction, and what the tree loses at its ends."""
-    rates = profile.acceptance.rates
-    low, high = rates_at_interval_ends(tree, rates, trials)
-    tokens = expected_tokens(tree, low), expected_tokens(tree, high)
-    predicted_speedup = lost = None
-    if profile.latency:
-        step_time = StepTime(profile.latency, profile.drafting)
-        predicted_speedup = _speedup_interval(tree, rates, step_time, tokens)
-    if tree.size <= MAX_RISING_BUDGET:  # the rates there may increase
-
-        def lost_at(rates: Floats) -> float:
-            """The share of speed (or of tokens) that the tree loses against the best one."""
-            best = best_tree(rates)
-            time_ratio = times.step_seconds(tree) / times.step_seconds(best) if times else 1.0
-            return max(
-                0.0, 1 - expected_tokens(tree, rates) / expected_tokens(best, rates) / time_ratio
-            )
-
-        lost = lost_at(low), lost_at(high)
-    return Interval(0.95, tokens, predicted_speedup, lost)
-
-
 def _speedup_interval(
-    tree: TokenTree, rates: Floats, times: StepTime, tokens_at_ends: tuple[float, float]
+    tree: TokenTree, acceptance: Acceptance, times: StepTime | None, ends: tuple[float, float]
 ) -> tuple[float, float] | None:
     """The ends of the speed-up's interval; its logarithm adds up independent errors.
 
-    The errors are those of the expected tokens and of the step time.
+    The errors are those of the expected tokens, whose interval has these `ends`, and of the step
+    time.
     """
-    step_seconds = times.step_seconds(tree)
-    if not math.isfinite(step_seconds):
+    tokens, _, speedup = predict(tree, acceptance, times)
+    if times is None or tokens is None or speedup is None:
         return None
-    tokens = expected_tokens(tree, rates)
-    speedup = tokens * times.plain_seconds() / step_seconds
     time_error = Z95 * step_time_error(tree, times)
-    low, high = (math.hypot(math.log(end / tokens), time_error) for end in tokens_at_ends)
+    low, high = (math.hypot(math.log(end / tokens), time_error) for end in ends)
     return speedup * math.exp(-low), speedup * math.exp(high)

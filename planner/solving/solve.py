@@ -9,6 +9,7 @@ from sequoia_plan.artifacts import Acceptance, ArgumentError, Plan, Profile, Tok
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.plan import provenance, tool_version
 from sequoia_plan.artifacts.prediction import predict
+from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.match.by_match import trees_by_match
@@ -64,7 +65,8 @@ def solve(
         profile: the measurements; or an acceptance alone, also as `Acceptance.given` takes it.
         budget: size, the root included: exactly this many nodes for "tokens", at most for "speed".
         depth: levels, the root's included, at most.
-        branching: children of a node, at most; as many as the acceptance has ranks if None.
+        branching: children of a node, at most; as many as the acceptance has ranks if None. It is
+            1 where the target has layers with a recurrent state.
         objective: "tokens" maximises F(T) (Sequoia, arXiv 2402.12374, section 3.1); "speed"
             maximises F(T) over the predicted step time, each draft pass at its own width. None:
             "speed" if latencies are known, else "tokens".
@@ -87,6 +89,8 @@ def solve(
     else:
         profile = profile if draft else profile.without_draft()
         origin = provenance(profile)
+    if takes_chains_only(profile.models):
+        branching, budget = 1, min(budget, depth)
     objective = _checked_objective(objective, profile)
     check_limits(budget, depth, branching)
     max_depth = profile.drafting.max_depth or depth  # what the draft can make

@@ -37,7 +37,7 @@ def cache_among(options: Mapping[str, Any]) -> Any:
 class TreeCache(Cache):
     """Keys and values of all layers, in one tensor for each kind of layer memory.
 
-    `counts_positions` int64 [capacity]; `finite` bool [1].
+    `counts_positions` int64 [capacity]; `finite` bool [1]; `features`: see `EagleDrafter`.
     """
 
     def __init__(
@@ -50,14 +50,16 @@ class TreeCache(Cache):
     ) -> None:
         self.capacity = capacity
         self.extent = capacity
+        self.length: Tensor | None = None
         self.slots: Tensor | None = None
         self.positions = torch.arange(capacity, device=device) if counts_positions else None
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
         self.aux_hidden_states: dict[int, Tensor] = {}
+        self.features = torch.zeros(0, 0, device=device)
         self.blocks: list[Tensor] = []
         layout: CacheLayout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[])
-        self.layers = [_CacheLayer(self) for _ in layout]
+        self.layers = [self.new_layer() for _ in layout]
         entries = Counter(memory for pair in layout for memory in pair or ())
         with torch.inference_mode(False):  # what it allocates cannot be written outside of it
             blocks = {memory: self.allocate(memory, count) for memory, count in entries.items()}
@@ -65,6 +67,19 @@ class TreeCache(Cache):
         for layer, pair in zip(self.layers, layout, strict=True):
             if pair:
                 layer.bind(*(blocks[memory][next(next_entry[memory])] for memory in pair))
+
+    def new_layer(self) -> CacheLayer:
+        """A layer without memory."""
+        return CacheLayer(self)
+
+    def clear(self) -> None:
+        """Forget what a recurrent layer knows of the sequence; none is in this cache."""
+
+    def save(self) -> None:
+        """Let `roll_back` go back to here."""
+
+    def roll_back(self, count: Tensor) -> None:
+        """Let recurrent layers know only the first `count` (int64 [1]) tokens of the last pass."""
 
     def at(self, slots: Tensor, extent: int) -> TreeCache:
         """Let the next pass write to `slots` (int64 [tokens]), and attend to slots below `extent`.
@@ -85,6 +100,12 @@ class TreeCache(Cache):
             block.index_copy_(3, destination.to(block.device), entries)
         if self.positions is not None:
             self.positions.index_copy_(0, destination, destination)
+
+    def take(self, other: TreeCache, count: int) -> None:
+        """Take over the first `count` slots of a cache of the same model."""
+        for block, other_block in zip(self.blocks, other.blocks, strict=True):
+            block[:, :, :, :count] = other_block[:, :, :, :count]
+        self.features[: count + 1] = other.features[: count + 1]
 
     def views(self, start: int, count: int) -> list[Tensor]:
         """Views of all layers' keys and values in the slots start to start + count - 1."""
@@ -113,7 +134,7 @@ class TreeCache(Cache):
         )
 
 
-class _CacheLayer(CacheLayerMixin):
+class CacheLayer(CacheLayerMixin):
     """One layer of a TreeCache, with the methods that transformers calls."""
 
     def __init__(self, cache: TreeCache) -> None:
@@ -135,7 +156,8 @@ class _CacheLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values, [1, heads, tokens, head_dim], to the cache's slots."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            # a recurrent layer has a method of this name for its states
+            CacheLayer.lazy_initialization(self, key_states, value_states)
         assert self.keys is not None and self.values is not None and self.cache.slots is not None
         slots = self.cache.slots.to(self.keys.device)
         self.keys.index_copy_(2, slots, key_states)
@@ -150,9 +172,9 @@ class _CacheLayer(CacheLayerMixin):
         """How many slots attention looks at, and the first of them."""
         return self.cache.extent, 0
 
-    def get_seq_length(self) -> int:
-        """How many slots attention looks at."""
-        return self.cache.extent
+    def get_seq_length(self) -> int | Tensor:
+        """How many slots attention looks at, or a pass's number for each row."""
+        return self.cache.extent if self.cache.length is None else self.cache.length
 
     def get_max_length(self) -> int:
         """How many slots there are."""

@@ -21,12 +21,12 @@ def mask_as_dtype(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def windowed_mask(
-    cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor, window: int
+    cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor, window: int | Tensor
 ) -> Tensor:
     """The mask with everything hidden that is `window` positions before the token or more.
 
     Records the positions of `slots` in the cache first, because slots are not positions in a tree.
-    `positions`, `slots` int64 [tokens].
+    `positions`, `slots` int64 [tokens]; `window` may be int64 [tokens, 1].
     """
     assert cache.positions is not None
     cache.positions.index_copy_(0, slots, positions)

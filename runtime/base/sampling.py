@@ -18,7 +18,7 @@ from sequoia_plan.runtime.base.drawing import (
 )
 from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
 
-OFF_VALUES = {
+OFF_VALUES_OF_PROCESSORS = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -38,9 +38,16 @@ OFF_VALUES = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "top_h": None,
+    "num_return_sequences": 1,
+    "output_scores": False,
+    "output_logits": False,
+}
+"""transformers' settings that `sequoia` follows inside `generate`, by the logits processors that
+transformers makes of most of them, and the value beside None that switches each off."""
+
+OFF_VALUES = {
     "num_beams": 1,
     "num_beam_groups": 1,
-    "num_return_sequences": 1,
     "penalty_alpha": 0.0,
     "dola_layers": None,
     "constraints": None,
@@ -48,13 +55,10 @@ OFF_VALUES = {
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
     "stop_strings": None,
-    "output_scores": False,
-    "output_logits": False,
     "output_attentions": False,
     "output_hidden_states": False,
 }
-"""transformers' settings that decoding with a token tree does not follow, and the value beside None
-that switches each off. The first of them depend on the text so far, which differs by node."""
+"""transformers' settings that decoding with a token tree does not follow."""
 
 DEFAULT_VERIFIER = "traversal"
 """It never accepts fewer expected tokens than `sequoia` (tests/runtime/test_verify.py)."""
@@ -69,10 +73,15 @@ FIXED_POINT = 1 << 50
 """1.0 as a whole number, where probabilities are added as whole numbers."""
 
 
-def not_followed(config: Any) -> dict[str, Any]:
-    """The settings of a GenerationConfig that decoding with a token tree does not follow."""
-    values = {name: getattr(config, name, None) for name in OFF_VALUES}
-    return {name: v for name, v in values.items() if v not in (None, OFF_VALUES[name])}
+def not_followed(config: Any, has_processors: bool = False) -> dict[str, Any]:
+    """The settings of a GenerationConfig that decoding with a token tree does not follow, and the
+    value that switches each off. `has_processors`: logits processors follow some."""
+    off_values = OFF_VALUES if has_processors else OFF_VALUES_OF_PROCESSORS | OFF_VALUES
+    return {
+        name: off_value
+        for name, off_value in off_values.items()
+        if getattr(config, name, None) not in (None, off_value)
+    }
 
 
 def verifier_of(tree: TokenTree) -> str:
@@ -132,16 +141,21 @@ class Sampling:
             raise ArgumentError(f"verifier: found {self.verifier!r}, expected {names}")
 
     @classmethod
-    def from_generation_config(cls, config: Any, verifier: str = DEFAULT_VERIFIER) -> Sampling:
+    def from_generation_config(
+        cls, config: Any, verifier: str = DEFAULT_VERIFIER, *, has_processors: bool = False
+    ) -> Sampling:
         """The sampling that transformers would do with `config` (a GenerationConfig).
+
+        Args:
+            has_processors: the settings that transformers makes logits processors of are followed.
 
         Raises:
             ArgumentError: naming the first setting that is invalid or not supported.
         """
-        for name, value in not_followed(config).items():
+        for name, off_value in not_followed(config, has_processors).items():
             raise ArgumentError(
-                f"{name}: found {value!r:.60}, expected {OFF_VALUES[name]}; with a token tree, "
-                "temperature, top_p, top_k and min_p are supported"
+                f"{name}: found {getattr(config, name)!r:.60}, expected {off_value}; decoding with "
+                "a token tree does not follow it here (docs/huggingface.md)"
             )
         if not config.do_sample:
             return cls(verifier=verifier)
@@ -188,6 +202,19 @@ class Sampling:
         if self.min_p > 0:
             probs = _keep_from(probs, self.min_p * probs.amax(-1, keepdim=True))
         return probs
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """float32 [nodes, vocabulary]: logits by temperature, -inf for tokens that filters remove.
+
+        Args:
+            logits: [nodes, vocabulary], the target's.
+        """
+        if self.greedy:
+            return logits.float()
+        scores = logits.float() / self.temperature
+        if self.top_k == 0 and self.top_p == 1 and self.min_p == 0:
+            return scores
+        return scores.masked_fill(self.target_probs(logits) == 0, -torch.inf)
 
     def draft_probs(self, logits: Tensor) -> Tensor:
         """float32 [nodes, draft vocabulary]: what children are drawn from and verified against.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.base.path_logits import PathLogits
 
 
 class SequenceLock:
@@ -40,7 +41,8 @@ class SequenceState:
     """The sequence that is being decoded, in memory that stays in place from step to step.
 
     `tokens` int64 [capacity]; `length` int64 [1]; `aux_hidden_states` [nodes, width];
-    `lookup_chain` int64 [nodes]; `uniforms` float64 [2].
+    `lookup_chain` int64 [nodes]; `uniforms` float64 [2]. The target has read the tokens in the
+    first `num_read` slots. With `keeps_logits`, steps return the logits of what they accept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +51,9 @@ class SequenceState:
         self.target = self.draft = TreeCache(0, 0, device)
         self.aux_hidden_states = torch.zeros(0, 0, device=device)
         self.lookup_chain = torch.zeros(0, dtype=torch.long, device=device)
-        self.num_unread = 0
+        self.num_read = self.num_unread = 0
+        self.path_logits: PathLogits | None = None
+        self.keeps_logits = False
         self.bits = torch.empty(0, dtype=torch.int32, device=device)
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
         self.generator = torch.Generator(device)
@@ -68,17 +72,29 @@ class SequenceState:
         new_target_cache: Callable[[int], TreeCache],
         new_draft_cache: Callable[[int], TreeCache] | None,
     ) -> None:
-        """Provide `capacity` slots; memory that is large enough is used again."""
+        """Provide `capacity` slots, of which the first `num_read` stay as they are.
+
+        Memory that is large enough is used again.
+        """
         if self.tokens.numel() >= capacity:
             return
-        device = self.tokens.device
-        # free the old memory before the new is allocated
-        self.tokens = self.tokens[:0]
+        device, kept = self.tokens.device, self.num_read
+        tokens, target, draft = self.tokens, self.target, self.draft
         self.target, self.draft = TreeCache(0, 0, device), TreeCache(0, 0, device)
+        self.num_read = 0
+        if not kept:  # free the old memory before the new is allocated
+            tokens = self.tokens = tokens[:0]
+            target = draft = self.target
         self.target = new_target_cache(capacity)
         if new_draft_cache:
             self.draft = new_draft_cache(capacity)
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
+        if kept:
+            self.tokens[:kept] = tokens[:kept]
+            self.target.take(target, kept)
+            if new_draft_cache:
+                self.draft.take(draft, kept)
+        self.num_read = kept
         self.version += 1
 
     @torch.inference_mode(False)
@@ -91,6 +107,12 @@ class SequenceState:
             shape = (max(count, 2 * len(tensor)), *width)
             setattr(self, name, tensor.new_zeros(shape, dtype=dtype))
             self.version += len(tensor) > 0  # no graph has read memory that was not there
+
+    def num_shared(self, tokens: Tensor) -> int:
+        """How many of `tokens` (int64 [n]) are those that the target has read first."""
+        count = min(self.num_read, tokens.numel())
+        differs = self.tokens[:count] != tokens[:count]
+        return int(differs.byte().argmax()) if bool(differs.any()) else count
 
     def refill_random_numbers(self, count: int) -> None:
         """Generate the next step's random numbers: `count` of 31 bits, and the two uniforms."""

@@ -83,6 +83,13 @@ class CompiledCache(TreeCache):
                 "max_new_tokens"
             ) from error
 
+    def take(self, other: Any, count: int) -> None:
+        """See `TreeCache.take`."""
+        super().take(other, count)
+        blocks = -(-count // LANES)
+        self.keys[:, :, :blocks] = other.keys[:, :, :blocks]
+        self.values[:, :, :count] = other.values[:, :, :count]
+
     def commit(self, slots: Tensor, start: Tensor) -> None:
         """See `TreeCache.commit`."""
         super().commit(slots, start)

@@ -102,13 +102,12 @@ class CompiledEagle(CompiledModel):
         """One pass of a step (see `EagleDrafter.forward`); `previous` [rows, width]: outputs."""
         cache: Any = sequence.draft
         mask = draft_pass.mask[:0] if previous is None else draft_pass.mask
-        tokens, feature_slots, positions, slots, visible = place_rows(
+        tokens, read_slots, positions, slots, visible = place_rows(
             int(sequence.length), draft_pass.input_slots.numpy(), draft_pass.offsets.numpy(),
             mask.float().numpy(), sequence.tokens.numpy(),
         )  # fmt: skip
         if previous is None:
-            features = cache.recent_features.numpy()
-            features = features[feature_slots % len(features)]
+            features = cache.features.numpy()[read_slots]
         else:
             features = previous.numpy()[draft_pass.parent_rows.numpy()]
         num_logits = draft_pass.num_parents
@@ -117,18 +116,18 @@ class CompiledEagle(CompiledModel):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def place_rows(length, input_slots, offsets, mask, tokens):
-    """Of each row: its token, its feature's slot, its position, its slot, and which it sees.
+    """Of each row: its token, that token's slot, its position, its slot, and which it sees.
 
     `mask` float32 [rows, tree size + 2], or [0, n] for committed tokens.
     """
     rows, size = input_slots.shape[0], max(mask.shape[1] - 2, 0)
-    of_token, feature_slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    of_token, read_slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
     positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
     visible = np.zeros((rows, -(-(length + size) // LANES) * LANES), np.bool_)
     for row in range(rows):
         slot = length + input_slots[row]
         read = max(slot, 0)
-        of_token[row], feature_slots[row] = tokens[read], read - 1
+        of_token[row], read_slots[row] = tokens[read], read
         positions[row] = max(length + offsets[row] - 1, 0)
         slots[row] = slot if slot >= 0 else length - slot
         if mask.shape[0]:
@@ -137,7 +136,7 @@ def place_rows(length, input_slots, offsets, mask, tokens):
                 visible[row, length + node] = length + node > 0 and mask[row, 1 + node] >= 0
         else:
             visible[row, min(read, 1) : read + 1] = True
-    return of_token, feature_slots, positions, slots, visible
+    return of_token, read_slots, positions, slots, visible
 
 
 def _copied(draft: Any) -> State:

@@ -1,4 +1,4 @@
-"""Reads the folders in which people share EAGLE-1, EAGLE-3 and DFlash drafts.
+"""Reads the folders in which people share EAGLE-1, EAGLE-3, DFlash and DSpark drafts.
 
 `from_checkpoint.py` makes drafts of them. What has no known meaning is refused.
 """
@@ -19,20 +19,34 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line, one_line
 from sequoia_plan.runtime.models.pretrained import downloaded_folder
 
-EAGLE1, EAGLE3, DFLASH = "EAGLE-1", "EAGLE-3", "DFlash"
+EAGLE1, EAGLE3 = "EAGLE-1", "EAGLE-3"
+DFLASH, DFLASH2, DSPARK = BLOCK_DRAFTS = "DFlash", "DFlash 2", "DSpark"
 ALGORITHM_OF_ARCHITECTURE = {
     "LlamaForCausalLMEagle3": EAGLE3,
     "Eagle3LlamaForCausalLM": EAGLE3,
     "EagleLlamaForCausalLM": EAGLE1,
     "DFlashDraftModel": DFLASH,
+    "DFlash2DraftModel": DFLASH2,
+    "Qwen3DSparkModel": DSPARK,
 }
-"""Layouts with the layers' settings at the top: those of SpecForge, AngelSlim, EAGLE and z-lab."""
-ALGORITHM_OF_SPECULATORS_TYPE = {"eagle3": EAGLE3, "dflash": DFLASH}
+"""Layouts with the layers' settings at the top: of SpecForge, AngelSlim, EAGLE, z-lab, DeepSpec."""
+ALGORITHM_OF_SPECULATORS_TYPE = {
+    "eagle3": EAGLE3,
+    "dflash": DFLASH,
+    "dflash2": DFLASH2,
+    "dspark": DSPARK,
+}
 """The layout of the library speculators, by `speculators_model_type`. The layers' settings are in
 `transformer_layer_config`."""
 DRAFT_WORDS = ("eagle", "dflash", "medusa", "mtp", "speculator", "draftmodel", "hydra", "dspark")
 """An architecture with one of these in its name is a draft, also if it is not supported."""
-UNUSED_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+UNUSED_TENSORS = (
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+    "rotary_emb.inv_freq",
+    "confidence_head.proj.weight",
+    "confidence_head.proj.bias",
+)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Drafting with DFlash: one pass gives the probabilities of all levels.
+"""Drafting with DFlash, DFlash 2 and DSpark: one pass gives the logits of all levels.
 
-A level's probabilities do not depend on the tokens above it, so they are known before anything is
-drawn. Each node's children are drawn from them separately: one draw for all nodes of a level would
-not be exact with every verifier (tests/runtime/test_hidden_state_decoding.py).
+DFlash's are known before anything is drawn. In DFlash 2 and DSpark they also depend on the parent's
+token, so children are drawn level after level. Each node's children are drawn separately: one draw
+for all nodes of a level is not exact with every verifier
+(tests/runtime/test_hidden_state_decoding.py).
 """
 
 from typing import Any
@@ -28,30 +29,39 @@ class DFlashDrafter(HiddenStateDrafter):
         self.drafting = dflash_draft(model.block.size, model.block.levels)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
-        """The one pass, with a row of logits for each node that has children."""
-        if not tree.num_drafted_levels:
-            return ()
-        parents = np.flatnonzero(tree.child_count)
-        parents = parents[tree.position_ids[parents] < tree.num_drafted_levels]
-        device = tensors.nodes.device
-        levels = torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device)
-        return (self.block_pass(tensors, levels, **children_to_draw(tree, parents, device)),)
+        """The one pass, with a row of logits for each node that has children.
 
-    def block_pass(
-        self, tensors: TreeTensors, logit_rows: Tensor | None, **children: Any
-    ) -> DraftPass:
+        Where logits depend on the parent's token, one entry for each level; the first runs the
+        model.
+        """
+        levels = range(tree.num_drafted_levels)
+        parents_of_draws = [tree.nodes_with_children(level) for level in levels]
+        if levels and not self.model.path_head:
+            parents_of_draws = [np.concatenate(parents_of_draws)]
+        passes: list[DraftPass] = []
+        device = tensors.nodes.device
+        for parents in parents_of_draws:
+            rows = torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device)
+            fields = children_to_draw(tree, parents, device)
+            if passes:
+                fields["input_slots"] = torch.as_tensor(parents.astype(np.int64), device=device)
+            passes.append(self.block_pass(tensors, rows, **fields))
+        return tuple(passes)
+
+    def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **fields: Any) -> DraftPass:
         """A pass over one block, which is the root's token and mask tokens after it."""
         block = torch.arange(self.model.block.size, device=tensors.nodes.device)
         no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
-        return DraftPass(block, block, no_mask, logit_rows=logit_rows, **children)
+        fields = {"input_slots": block, **fields}
+        return DraftPass(offsets=block, mask=no_mask, logit_rows=logit_rows, **fields)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, and of those of a block after the last token."""
         slots = capacity + self.model.block.size
         return TreeCache(self.model.cache_layout(), slots, self.model.device)
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
-        """Start a sequence. The draft gets the prompt only in `prefill_hidden_states`."""
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
+        """The draft gets the prompt only in `prefill_hidden_states`."""
         cache.finite.fill_(True)
 
     def prefill_hidden_states(
@@ -67,18 +77,26 @@ class DFlashDrafter(HiddenStateDrafter):
         columns: Tensor,
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """Run the one pass. `columns` int64 [extent]."""
-        cache, length, block = sequence.draft, sequence.length, self.model.block
-        slots, extent = length + draft_pass.offsets, columns.numel() + block.size
-        tokens = torch.where(draft_pass.offsets == 0, sequence.tokens[length], block.mask_token)
-        masks = self.model.block_masks(length, extent)
-        cache = cache.at(slots, extent)
-        with self.model.attending():
-            logits = self.model(tokens[None], slots[None], masks, cache)
-        logits = logits[0, 0, :, : self.vocabulary]  # one sequence, one block
-        if draft_pass.logit_rows is not None:
-            logits = logits.index_select(0, draft_pass.logit_rows)
-        return ForwardOutput(logits)
+        """The logits of one draw, from the pass over the block. `columns` int64 [extent]."""
+        head, length, block = self.model.path_head, sequence.length, self.model.block
+        if previous is None:
+            slots, extent = length + draft_pass.offsets, columns.numel() + block.size
+            is_root = draft_pass.offsets == 0
+            tokens = torch.where(is_root, sequence.tokens[length], block.mask_token)[None]
+            masks = self.model.block_masks(length, extent)
+            with self.model.attending():
+                cache = sequence.draft.at(slots, extent)
+                hidden_states = self.model(tokens, slots[None], masks, cache)[0]
+            logits = self.model.head(hidden_states)[:, : self.vocabulary]
+            of_levels = head.prepare(logits, hidden_states) if head else (logits,)
+        else:
+            (of_levels,) = previous.later
+        rows = [part[draft_pass.logit_rows] for part in of_levels]
+        if not head:
+            return ForwardOutput(rows[0])
+        # the first of a block is the root, the one parent of the first level
+        parents = sequence.tokens[length + draft_pass.input_slots[: draft_pass.num_parents]]
+        return ForwardOutput(head(parents, *rows), later=(of_levels,))
 
     def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Cache the target's hidden states [tokens, width] of the committed tokens in `slots`."""

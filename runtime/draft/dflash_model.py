@@ -1,4 +1,4 @@
-"""The model of DFlash (arXiv 2602.06036, first version), which drafts a whole block in one pass.
+"""The model of DFlash (arXiv 2602.06036), DFlash 2 and DSpark: it drafts a block in one pass.
 
 A block is the root's token and mask tokens after it, with attention both ways. The text before the
 block is seen through the target's hidden states: each layer makes keys and values of them with its
@@ -7,6 +7,7 @@ own weights, once for each committed token. The draft's cache holds these, and n
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.draft.block_heads import CandidateSelector, ConvolvedLayer, MarkovHead
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.models.architecture import WINDOWED
 from sequoia_plan.runtime.models.fused_layer import FusedAttention
@@ -29,6 +31,11 @@ class DraftBlock:
     from_root: bool = False
     causal_layer_types: frozenset[str] = frozenset()
     window_from_root: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 1
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    markov_rank: int = 0
 
     @property
     def levels(self) -> int:
@@ -45,7 +52,23 @@ class DFlashModel(HiddenStateDraft):
         self.block, width = block, self.config.hidden_size
         self.fc = nn.Linear(self.fused_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
+        if block.conv_kernel_size:
+            sizes = {"taps": block.conv_kernel_size, "group": block.conv_group_size}
+            self.layer_class: Any = partial(ConvolvedLayer, **sizes)
         self.layers = self.new_layers()
+        tokens = self.config.vocab_size
+        if block.selector_rank:
+            self.candidate_selector = CandidateSelector(
+                tokens, width, block.selector_rank, block.selector_top_k
+            )
+        if block.markov_rank:
+            own_tokens = tokens if self.d2t is None else self.d2t.numel()
+            self.markov_head = MarkovHead(tokens, own_tokens, block.markov_rank)
+
+    @property
+    def path_head(self) -> CandidateSelector | MarkovHead | None:
+        """What makes the logits of a node's children depend on its token."""
+        return getattr(self, "candidate_selector", None) or getattr(self, "markov_head", None)
 
     def cache_context(self, hidden_states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write the keys and values of committed tokens to a cache.
@@ -92,12 +115,11 @@ class DFlashModel(HiddenStateDraft):
         masks: Mapping[str, Tensor],
         cache: Cache | None = None,
     ) -> Tensor:
-        """One pass over blocks; training uses it, too.
+        """One pass over a block: what the head reads, [1, levels, hidden size].
 
-        `tokens` int64 [batch, blocks * size]; `positions` int64 [batch, blocks * size].
+        `tokens` int64 [1, size]; `positions` int64 [1, size].
         """
         embedded = self.embed(tokens)
         hidden = self.run_layers(embedded, self.rotary_emb(embedded, positions), masks, cache)
-        rows_of_block = hidden.unflatten(1, (-1, self.block.size))
         # the root's row is left out if it drafts nothing
-        return self.head(self.norm(rows_of_block[:, :, self.block.size - self.block.levels :]))
+        return self.norm(hidden[:, self.block.size - self.block.levels :])

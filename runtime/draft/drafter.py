@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,8 +25,9 @@ class DraftPass:
     """One forward pass of a draft, and the children that are drawn from its logits.
 
     `input_slots` int64 [width]; `offsets` int64 [width]; `mask` [width, size + 2]; `draw_index`
-    int64 [new nodes]; `new_nodes` int64 [new nodes]; `parent_rows` int64 [width]; `logit_rows`
-    int64 [num_parents]; `looked_up` int64 [2, nodes], their parents' rows and the nodes.
+    int64 [new nodes]; `new_nodes` int64 [new nodes]; `parents` the nodes that the rows of logits
+    belong to; `parent_rows` int64 [width]; `logit_rows` int64 [num_parents]; `looked_up` int64 [2,
+    nodes], their parents' rows and the nodes.
     """
 
     input_slots: Tensor
@@ -36,6 +37,7 @@ class DraftPass:
     max_children: int
     draw_index: Tensor
     new_nodes: Tensor
+    parents: tuple[int, ...] = ()
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
     looked_up: Tensor | None = None
@@ -67,8 +69,8 @@ class Drafter(Protocol):
     def new_cache(self, capacity: int) -> TreeCache:
         """The cache for a sequence of up to `capacity` slots."""
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
-        """Start a sequence with `tokens` (int64 [n])."""
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
+        """Read `tokens` (int64 [n]) from slot `start` on; those before were read already."""
 
     def prefill_hidden_states(
         self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
@@ -190,6 +192,7 @@ def children_to_draw(
     max_children = int(ranks.max(initial=-1)) + 1
     return {
         "num_parents": len(parents),
+        "parents": tuple(parents.tolist()),
         "max_children": max_children,
         "draw_index": torch.as_tensor(rows * max_children + ranks, device=device),
         "new_nodes": torch.as_tensor(nodes, device=device),
@@ -205,12 +208,14 @@ def draft_tree(
     sampling: Sampling,
     bits: Tensor,
     branching: int,
+    process: Callable[[Sequence[int], Tensor], Tensor] | None = None,
 ) -> DraftedTree:
     """Draft one tree: a forward pass and its children's draws for each pass.
 
     The last level is only drawn; no pass reads it. Tokens that are looked up are in the sequence
     before. Nodes that have no drafted child, below the last pass, have no row in the result.
-    `columns` int64 [extent]; `bits` int32 [inner nodes, numbers for each].
+    `columns` int64 [extent]; `bits` int32 [inner nodes, numbers for each]; `process` changes the
+    logits of nodes.
     """
     bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
     new_nodes = [draft_pass.new_nodes for draft_pass in passes]
@@ -221,8 +226,9 @@ def draft_tree(
     checks_logits = isinstance(drafter, HiddenStateDrafter) and not drafter.compiled_pass
     for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
         output = drafter.forward(draft_pass, sequence, columns, output)
+        logits = process(draft_pass.parents, output.logits) if process else output.logits
         pass_probs, children = draw_children(
-            drafter, draft_pass, output.logits, sequence, slots, sampling, pass_bits
+            drafter, draft_pass, logits, sequence, slots, sampling, pass_bits
         )
         if checks_logits:
             largest_logits.append(output.logits.amax(-1))

@@ -20,10 +20,6 @@ from sequoia_plan.runtime.draft.drafter import (
 )
 from sequoia_plan.runtime.models.forward import ForwardOutput
 
-RECENT = 2 * (EAGLE_DRAFT.max_depth or 0)
-"""Tokens whose features are kept: those that a first pass may read, and as many again, because a
-step writes features before it is known how many tokens it accepts."""
-
 
 class EagleDrafter(HiddenStateDrafter):
     """An EAGLE draft as a drafter (see `Drafter`)."""
@@ -43,10 +39,10 @@ class EagleDrafter(HiddenStateDrafter):
         return (replace(first, input_slots=slots, offsets=slots, later=tuple(deeper)), *deeper)
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """A cache of so many slots, with memory for the features of the last tokens.
+        """A cache of so many slots, with memory for a feature of each token.
 
-        `recent_features` [RECENT, hidden size], which are made of the target's hidden states: that
-        of the token in slot s is in row s mod RECENT.
+        `features` [capacity + 1, hidden size], which are made of the target's hidden states: row s
+        has that of the token before slot s, with which the token in slot s is read.
         """
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
@@ -56,27 +52,20 @@ class EagleDrafter(HiddenStateDrafter):
         else:
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
-        shape = (RECENT, self.model.config.hidden_size)
-        cache.recent_features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
+        shape = (capacity + 1, self.model.config.hidden_size)
+        cache.features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
 
-    def prefill(self, cache: Any, tokens: Tensor) -> None:
-        """Forget the last sequence. The draft reads the prompt in `prefill_hidden_states`."""
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
+        """The draft reads the prompt in `prefill_hidden_states`."""
         cache.finite.fill_(True)
-        cache.recent_features.zero_()
 
     def prefill_hidden_states(
         self, cache: Any, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
     ) -> None:
-        """Read a part of the prompt, each token with the feature of the token before it.
-
-        The feature before the part's first token is the one that was kept from the part before.
-        """
-        features = self.fuse(hidden_states)
-        feature_before = cache.recent_features[(slots[:1] - 1) % RECENT]
-        inputs = torch.cat([feature_before, features[:-1]])
-        self._read_committed(cache, tokens, inputs, slots, mask.shape[1])
-        cache.recent_features.index_copy_(0, slots[-RECENT:] % RECENT, features[-RECENT:])
+        """Read a part of the prompt, each token with the feature of the token before it."""
+        self.keep_hidden_states(cache, slots, hidden_states)
+        self._read_committed(cache, tokens, slots, mask.shape[1])
 
     def forward(
         self,
@@ -100,7 +89,7 @@ class EagleDrafter(HiddenStateDrafter):
         rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
         (read_slots, *rows), *later = rows_by_pass
         if previous is None:
-            features = cache.recent_features[(read_slots - 1) % RECENT]
+            features = cache.features[read_slots]
         else:
             assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
@@ -154,9 +143,7 @@ class EagleDrafter(HiddenStateDrafter):
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
-        cache: Any = sequence.draft
-        features = cache.recent_features[(slots - 1) % RECENT]
-        self._read_committed(cache, sequence.tokens[slots], features, slots, extent)
+        self._read_committed(sequence.draft, sequence.tokens[slots], slots, extent)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
@@ -166,15 +153,13 @@ class EagleDrafter(HiddenStateDrafter):
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features that hidden states make. Nothing in the cache is moved: the next
         first pass reads the accepted tokens again."""
-        cache.recent_features.index_copy_(0, slots % RECENT, self.fuse(hidden_states))
+        cache.features.index_copy_(0, slots + 1, self.fuse(hidden_states))
 
-    def _read_committed(
-        self, cache: TreeCache, tokens: Tensor, features: Tensor, slots: Tensor, extent: int
-    ) -> None:
+    def _read_committed(self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int) -> None:
         """Read committed tokens in `slots`, each with the feature of the token before it."""
         mask = _mask_of_committed(slots, extent, self.model.dtype)
         (rows,) = self._with_angles([mask], [slots.numel()], slots, slots)
-        self._read(cache, tokens, features, rows, 1)
+        self._read(cache, tokens, cache.features[slots], rows, 1)
 
     def _read(
         self,

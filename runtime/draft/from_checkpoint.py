@@ -14,7 +14,10 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.draft.checkpoint import (
+    BLOCK_DRAFTS,
     DFLASH,
+    DFLASH2,
+    DSPARK,
     EAGLE1,
     EAGLE3,
     Checkpoint,
@@ -42,15 +45,24 @@ LAYER_IDS = {
         "eagle_config.eagle_aux_hidden_state_layer_ids",
         "aux_hidden_states_layer_ids",
     ),
-    (DFLASH, True): ("aux_hidden_state_layer_ids",),
-    (DFLASH, False): ("dflash_config.target_layer_ids",),
+    **{(block, True): ("aux_hidden_state_layer_ids",) for block in BLOCK_DRAFTS},
+    **{
+        (block, False): ("dflash_config.target_layer_ids", "target_layer_ids")
+        for block in BLOCK_DRAFTS
+    },
 }
 """Where config.json may have layer numbers, by algorithm and whether the layout is speculators'."""
 LIKE_LAYER_IDS = re.compile(r"layer_?ids?$|aux.*layer")
 """Keys that say which hidden states a draft reads, if one knew how their numbers count."""
 MAX_BLOCK_SIZE = 4096
 """Tokens; published blocks have 8 to 16."""
-ANY, FLAG, ON = (), (False, True), (True,)
+ANY, FLAG, ON, UNSCALED = (), (False, True), (True,), (1, 1.0)
+SIZES = {
+    DFLASH: (),
+    DFLASH2: ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    DSPARK: ("markov_rank",),
+}
+"""The settings of a block draft that are sizes of what it has beyond DFlash; see `DraftBlock`."""
 SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     EAGLE1: {},
     EAGLE3: {
@@ -67,16 +79,25 @@ SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_mtp_layernorm": (False,),
         "parallel_draft_step": (1,),
     },
-    DFLASH: {
-        "block_size": ANY,
-        "mask_token_id": ANY,
-        "target_layer_ids": ANY,
-        "num_target_layers": ANY,
-        "is_causal": FLAG,
-        "causal": FLAG,
-        "sample_from_anchor": FLAG,
-        "sliding_window_non_causal": FLAG,
-        "use_aux_hidden_state": ON,
+    **{
+        algorithm: {
+            **dict.fromkeys([name for names in SIZES.values() for name in names], ANY),
+            "block_size": ANY,
+            "mask_token_id": ANY,
+            "target_layer_ids": ANY,
+            "num_target_layers": ANY,
+            "is_causal": FLAG,
+            "causal": FLAG,
+            "sample_from_anchor": FLAG,
+            "sliding_window_non_causal": FLAG,
+            "use_aux_hidden_state": ON,
+            "markov_head_type": ("vanilla",),
+            "input_embedding_scale": UNSCALED,
+            "output_multiplier": UNSCALED,
+            "logit_scale": UNSCALED,
+            "final_logit_softcapping": (0, 0.0),
+        }
+        for algorithm in BLOCK_DRAFTS
     },
 }
 """By algorithm, the known keys of its section of config.json, which may also be at the top, and the
@@ -149,6 +170,8 @@ def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
         )
         draft = Eagle3(norms=norms, **arguments)
     else:
+        if algorithm == DFLASH2 and d2t is not None:
+            raise SequoiaPlanError("d2t: found, expected a DFlash 2 draft with all tokens")
         draft = DFlashModel(block=_draft_block(checkpoint, settings, target), **arguments)
     assert draft.window is None or draft.window > 0, "sliding_window"
     return draft
@@ -160,7 +183,7 @@ def _layer_config(checkpoint: Checkpoint, target: Any) -> Any:
     section = config["transformer_layer_config"] if checkpoint.from_speculators else config
     num_layers = len({n.split(".")[1] for n in checkpoint.weights if n.startswith("layers.")})
     settings = {"model_type": "llama", "num_hidden_layers": num_layers, **section}
-    model_types = ("qwen3",) if checkpoint.algorithm == DFLASH else tuple(LAYER_CLASSES)
+    model_types = ("qwen3",) if checkpoint.algorithm in BLOCK_DRAFTS else tuple(LAYER_CLASSES)
     if settings["model_type"] not in model_types:
         raise SequoiaPlanError(
             f"layers of model_type {settings['model_type']!r:.60}, expected "
@@ -255,7 +278,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     An unknown key of that section is refused, and so is a value that makes it another model.
     """
     allowed = SETTINGS[checkpoint.algorithm]
-    section_name = "dflash_config" if checkpoint.algorithm == DFLASH else "eagle_config"
+    section_name = "dflash_config" if checkpoint.algorithm in BLOCK_DRAFTS else "eagle_config"
     section = checkpoint.config.get(section_name) or {}
     if not isinstance(section, Mapping):
         raise SequoiaPlanError(f"{section_name}: found {section!r:.60}, expected a section")
@@ -277,7 +300,7 @@ def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: An
 
     A block is the tokens that one pass reads: the root's, and mask tokens after it.
     """
-    from_speculators = checkpoint.from_speculators
+    from_speculators, algorithm = checkpoint.from_speculators, checkpoint.algorithm
     size, mask_token = settings.get("block_size"), settings.get("mask_token_id")
     num_embeddings = target.get_input_embeddings().num_embeddings
     if not (_is_int(size) and 2 <= size <= MAX_BLOCK_SIZE and _is_int(mask_token)):
@@ -289,22 +312,32 @@ def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: An
         raise SequoiaPlanError(
             f"mask_token_id: found {mask_token}, this target's tokens are 0 to {num_embeddings - 1}"
         )
+    sizes: dict[str, Any] = {name: settings.get(name) for name in SIZES[algorithm]}
+    if not all(_is_int(size) and size >= (algorithm != DSPARK) for size in sizes.values()):
+        raise SequoiaPlanError(f"{', '.join(sizes)}: found {sizes!r:.99}, expected whole numbers")
+    from_root = settings.get("sample_from_anchor")
+    if from_root is None and algorithm == DSPARK and from_speculators:
+        raise SequoiaPlanError(
+            "sample_from_anchor: missing, expected true or false (whether the first row of a block "
+            "drafts a token); drafts of both kinds were written without it"
+        )
     return DraftBlock(
         size,
         mask_token,
-        from_root=bool(settings.get("sample_from_anchor")),
-        causal_layer_types=_causal_layer_types(settings, from_speculators),
+        from_root=algorithm == DSPARK if from_root is None else from_root,
+        causal_layer_types=_causal_layer_types(settings, checkpoint),
         window_from_root=from_speculators,
+        **sizes,
     )
 
 
-def _causal_layer_types(settings: Mapping[str, Any], from_speculators: bool) -> frozenset[str]:
+def _causal_layer_types(settings: Mapping[str, Any], checkpoint: Checkpoint) -> frozenset[str]:
     """The types of layers in which a token of a DFlash block attends to those up to itself.
 
     Without a setting, these are the layers with a window.
     """
-    if from_speculators:
-        looks_ahead = settings.get("sliding_window_non_causal", False)
+    if checkpoint.from_speculators:
+        looks_ahead = settings.get("sliding_window_non_causal", checkpoint.algorithm == DFLASH2)
         return frozenset() if looks_ahead else frozenset([WINDOWED])
     is_causal = settings.get("is_causal", settings.get("causal"))
     if is_causal is None:

@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, SELF_DRAFT, Drafting, TokenTree
+from sequoia_plan.artifacts import (
+    LANGUAGE_MODEL,
+    SELF_DRAFT,
+    Drafting,
+    SequoiaPlanError,
+    TokenTree,
+)
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -17,6 +23,7 @@ from sequoia_plan.runtime.draft.drafter import (
     distinct_slots,
     passes_by_level,
 )
+from sequoia_plan.runtime.models.architecture import model_type
 from sequoia_plan.runtime.models.forward import ForwardOutput, TreeModel
 from sequoia_plan.runtime.models.probe import probe
 
@@ -29,6 +36,11 @@ class LanguageModelDrafter(Drafter):
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
         self.model = TreeModel(model, probe(model), vocabulary)
         self.vocabulary, self.d2t = vocabulary, d2t
+        if self.model.recurrent_modules:
+            raise SequoiaPlanError(
+                f"draft: {model_type(model)} has layers with a recurrent state, expected attention "
+                "alone, because a draft reads tokens again; name another draft, or none"
+            )
 
     def new_cache(self, capacity: int) -> TreeCache:
         """The model's cache."""
@@ -55,9 +67,9 @@ class LanguageModelDrafter(Drafter):
         slots = torch.tensor([-1, 0], device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots, mask=mask), *deeper)
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
-        """Start a sequence with `tokens` (int64 [n])."""
-        self.model.prefill(cache, tokens)
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
+        """Read `tokens` (int64 [n]) from slot `start` on."""
+        self.model.prefill(cache, tokens, start=start)
 
     def forward(
         self,
@@ -116,7 +128,7 @@ class SelfDrafter(LanguageModelDrafter):
         """One pass for each level that has children, over the nodes that have them."""
         return passes_by_level(tree, tensors)
 
-    def prefill(self, cache: TreeCache, tokens: Tensor) -> None:
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
         """The target reads the prompt."""
 
     def num_read_again(self, tree: TokenTree) -> int:

@@ -10,8 +10,11 @@ from sequoia_plan.artifacts import SequoiaPlanError
 CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change once a sequence exceeds the length that the model was first trained
 for; keys that are cached by then would be wrong."""
-FULL, WINDOWED = "full_attention", "sliding_attention"
-"""transformers' names of layers that attend to all tokens before, and of those with a window."""
+FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""transformers' names of layers that attend to all tokens before, to those of a window that slides,
+or to those of one of the chunks that the text is cut into."""
+RECURRENT = ("linear_attention", "conv", "hybrid")
+"""Those of layers with a recurrent state; beside attention in a layer, hybrid."""
 UNLIMITED = 1 << 30
 """Stands for a length or a vocabulary that the model does not limit."""
 
@@ -111,10 +114,10 @@ def rope_reason(config: Any) -> str:
 
 
 def attention_window(config: Any) -> tuple[int | None, bool]:
-    """The sliding window of a model's attention, and whether its layers differ in type."""
+    """The window, or chunk, of a model's attention, and whether its layers differ in type."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types |= set(getattr(config, "attention_layers", None) or ())
-    known_types = {FULL, WINDOWED, "attention", "global"}
+    known_types = {FULL, WINDOWED, CHUNKED, "attention", "global", *RECURRENT, "moe", "mlp"}
     if unknown := sorted(layer_types - known_types):
         raise SequoiaPlanError(
             f"{config.model_type}: layers of kind {', '.join(unknown)} cannot branch into a tree, "
@@ -123,6 +126,8 @@ def attention_window(config: Any) -> tuple[int | None, bool]:
     window: int | None = None
     if WINDOWED in layer_types or not layer_types:
         window = getattr(config, "sliding_window", None)
+    if CHUNKED in layer_types:
+        window = config.attention_chunk_size
     uses_window = getattr(config, "use_sliding_window", True)
     return window if uses_window else None, len(layer_types) > 1
 

@@ -13,7 +13,9 @@ from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argume
 from sequoia_plan.runtime.base.masks import additive_mask, mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
+    CHUNKED,
     FULL,
+    RECURRENT,
     UNLIMITED,
     WINDOWED,
     attention_window,
@@ -30,6 +32,7 @@ from sequoia_plan.runtime.models.aux_hidden_states import (
     take_aux_hidden_states,
 )
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.models.recurrent import RecurrentCache, record_inputs, recurrent_modules
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
@@ -76,6 +79,7 @@ class TreeModel:
         self.layer_memories = {memory for pair in layout for memory in pair or ()}
         self.context = context_length(config)
         self.window, self.masks_by_layer_type = attention_window(config)
+        self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         self.max_token_id = int(getattr(embedding, "num_embeddings", UNLIMITED)) - 1
         backend = "cuda" if self.device.type == "cuda" else "cpu"
@@ -91,6 +95,9 @@ class TreeModel:
         parameters = inspect.signature(plain_model.forward).parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.cache_argument = cache_argument(plain_model.forward)
+        self.recurrent_modules = recurrent_modules(plain_model)
+        for module in self.recurrent_modules:
+            record_inputs(module)
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
@@ -108,7 +115,8 @@ class TreeModel:
         if self.compiled_pass:
             cache: TreeCache = self.compiled_pass.new_cache(capacity, counts_positions=windowed)
             return cache
-        return TreeCache(self.layers, capacity, self.device, counts_positions=windowed)
+        cache_class = RecurrentCache if self.recurrent_modules else TreeCache
+        return cache_class(self.layers, capacity, self.device, counts_positions=windowed)
 
     def __call__(
         self,
@@ -132,6 +140,8 @@ class TreeModel:
         tokens = tokens.clamp(max=self.max_token_id)  # a draft may lack the target's last tokens
         cache = cache.at(slots, mask.shape[1])
         masks = self._attention_mask(cache, mask, positions, slots)
+        if self.has_chunks:  # Llama 4 scales queries by the length before a row, plus its number
+            cache.length = positions - torch.arange(positions.numel(), device=positions.device)
         if self.compiled_pass and isinstance(masks, Tensor):
             logits, hidden_states = self.compiled_pass(
                 cache, tokens, positions, slots, masks[0, 0], logits_to_keep,
@@ -164,18 +174,25 @@ class TreeModel:
             self.stream.begin_step()
 
     def prefill(
-        self, cache: TreeCache, tokens: Tensor, on_chunk: ChunkCallback | None = None
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        on_chunk: ChunkCallback | None = None,
+        start: int = 0,
     ) -> None:
-        """Start a sequence with `tokens` (int64 [n]), in chunks so that the mask stays small."""
+        """Read `tokens` (int64 [n]) from slot `start` on, in chunks to keep the mask small."""
         cache.finite.fill_(True)
+        cache.clear()
         token_multiple, slot_multiple = self.prefill_multiples
-        for start in range(0, tokens.numel(), self.prefill_chunk):
-            chunk = tokens[start : start + self.prefill_chunk]
-            width = min(round_up(chunk.numel(), token_multiple), cache.capacity - start)
-            extent = min(round_up(start + width, slot_multiple), cache.capacity)
+        if self.recurrent_modules:
+            token_multiple = 1  # they would read the padding
+        for first in range(start, tokens.numel(), self.prefill_chunk):
+            chunk = tokens[first : first + self.prefill_chunk]
+            width = min(round_up(chunk.numel(), token_multiple), cache.capacity - first)
+            extent = min(round_up(first + width, slot_multiple), cache.capacity)
             # padding beyond the prompt stays hidden until a step writes to its slots
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
-            slots = torch.arange(start, start + width, device=tokens.device)
+            slots = torch.arange(first, first + width, device=tokens.device)
             columns = torch.arange(extent, device=tokens.device)
             mask = additive_mask(columns <= slots[:, None], self.dtype)
             output = self(cache, chunk, slots, slots, mask, logits_to_keep=1)
@@ -184,7 +201,7 @@ class TreeModel:
 
     def _attention_mask(
         self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor | None]:
         """The mask in the form that the model takes.
 
         It has two more dimensions at the front, for batch and heads. Layers with a sliding window
@@ -195,7 +212,10 @@ class TreeModel:
         full = mask[None, None]
         if cache.positions is None or self.window is None:
             return full
-        windowed = windowed_mask(cache, mask, positions, slots, self.window)[None, None]
+        # a chunk is a window that begins with the chunk
+        window = positions[:, None] % self.window + 1 if self.has_chunks else self.window
+        windowed = windowed_mask(cache, mask, positions, slots, window)[None, None]
         if self.masks_by_layer_type:
-            return {FULL: full, WINDOWED: windowed}
+            masks = {FULL: full, WINDOWED: windowed, CHUNKED: windowed}
+            return {**dict.fromkeys(RECURRENT), **masks}
         return windowed

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
@@ -14,6 +20,14 @@ from sequoia_plan.runtime.models.architecture import decoder_layers
 
 OLD_BUFFERS = r"rotary_emb\.inv_freq$|masked_bias$|position_ids$"
 """Tensors that older files have, and that models compute."""
+
+
+def auto_class(config: Any) -> Any:
+    """What loads a model: some that read images too are no causal language models to
+    transformers."""
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def load_whole(path: Path, dtype: torch.dtype, config: Any = None) -> Any:
@@ -25,7 +39,8 @@ def load_whole(path: Path, dtype: torch.dtype, config: Any = None) -> Any:
     """
     settings = {"gguf_file": path.name, "config": config} if config else {}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loads = auto_class(config or AutoConfig.from_pretrained(path))
+        model, info = loads.from_pretrained(
             path.parent if config else path,
             dtype=dtype,
             output_loading_info=True,

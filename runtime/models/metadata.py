@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.runtime.models.dtype import dtype_name
+from sequoia_plan.runtime.models.recurrent import recurrent_modules
 
 FIRST_NUMBERS, SPREAD_NUMBERS = 64, 128
 """How many numbers of each parameter are hashed: its first ones, and as many others spread over all
@@ -44,7 +45,7 @@ def model_metadata(
         "content": content.hexdigest()[:16],
         "dtype": dtype_name(model.dtype),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
+    } | ({"recurrent_layers": count} if (count := len(recurrent_modules(model))) else {})
 
 
 def sampled_positions(count: int) -> Tensor:

@@ -57,13 +57,16 @@ class Copy:
         """Why the copy does not take the model's place; "" if it does."""
         return ""
 
-    def check(self, model: Any) -> None:
-        """Pack the weights anew if the model changed, or raise SequoiaPlanError."""
+    def check(self, model: Any) -> bool:
+        """Pack the weights anew if the model changed, or raise SequoiaPlanError.
+
+        Returns whether they were packed.
+        """
         states = self.watch.states
         # a copy of the model may have changed before it was first looked at
         names = self.watch.changes(model) if unwrapped(model) in states else [""]
         if not names:
-            return
+            return False
         reason = self.why_not(model, names)
         if not reason:
             self.pack(model)
@@ -74,6 +77,7 @@ class Copy:
                 f"{model_type(model)}: {names[0] or 'the model'} changed after it was compiled for "
                 f"this processor, and {reason}; make the decoder anew"
             )
+        return True
 
 
 def structure(model: Any) -> State:

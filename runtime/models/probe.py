@@ -12,6 +12,7 @@ from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
 from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.architecture import (
     execution_device,
     model_type,
@@ -21,6 +22,7 @@ from sequoia_plan.runtime.models.architecture import (
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.forward import TreeModel
 from sequoia_plan.runtime.models.model_state import Watch, workings
+from sequoia_plan.runtime.models.recurrent import recurrent_modules
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
@@ -68,6 +70,11 @@ def _check_description(model: Any) -> None:
             "its weights are on the meta device and nothing brings them; load them, or offload it "
             "with accelerate"
         )
+    elif stream_of(unwrapped(model)) and recurrent_modules(model):
+        reason = (
+            "its layers with a recurrent state read tokens again, when streamed weights are gone; "
+            "load it without offload"
+        )
     else:
         return
     raise SequoiaPlanError(f"{model_type(model)}: {reason}")
@@ -95,8 +102,9 @@ def _try_tree(model: Any) -> CacheLayout:
         reason = (
             "cannot decode with a token tree, its logits there differ from those of the plain "
             f"sequence (relative error {error:.2g}, expected less than {bound:.2g}); only "
-            "attention that follows position_ids and the attention mask can, ALiBi and recurrent "
-            "layers cannot; where it is quantised, quantise its weights only, not its activations"
+            "attention that follows position_ids and the attention mask can, and recurrent layers "
+            "that go on from any state, ALiBi cannot; where it is quantised, quantise its weights "
+            "only, not its activations"
         )
     raise SequoiaPlanError(f"{model_type(model)}: {reason}")
 
@@ -108,11 +116,35 @@ def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:
     left out, because `_node_logits` reads it in a plain causal pass.
     """
     tokens = _random_tokens(tree_model)
+    if tree_model.recurrent_modules:
+        return _chain_error(tree_model, tokens)
     expected_logits = _path_logits(tree_model, tokens)
     cache = tree_model.new_cache(EXTENT)
     node_logits = _node_logits(tree_model, cache, tokens)
     errors = list(map(_relative_error, node_logits, expected_logits))
     return float(torch.stack(errors).mean()), cache
+
+
+def _chain_error(tree_model: TreeModel, tokens: Tensor) -> tuple[float, TreeCache]:
+    """The same for chains after the prefix that are accepted in part, a token alone, and a chain.
+
+    `tokens` int64 [PREFIX + nodes].
+    """
+    cache = tree_model.new_cache(EXTENT)
+    expected = tree_model.model(input_ids=tokens[None], use_cache=False).logits[0]
+    errors: list[Tensor] = []
+    end = 0
+    for right, wrong in ((PREFIX, 0), (1, 2), (2, 1), (1, 0), (2, 0)):
+        start, end = end, end + right
+        chain = torch.cat([tokens[start:end], tokens[:wrong]])
+        slots = torch.arange(start, end + wrong, device=chain.device)
+        columns = torch.arange(EXTENT, device=chain.device)
+        mask = additive_mask(columns <= slots[:, None], tree_model.model.dtype)
+        cache.save()
+        logits = tree_model(cache, chain, slots, slots, mask).logits
+        cache.roll_back(torch.tensor([right]))
+        errors += map(_relative_error, logits, expected[start:end])
+    return float(torch.stack(errors[PREFIX:]).mean()), cache
 
 
 def _random_tokens(tree_model: TreeModel) -> Tensor:

@@ -12,8 +12,11 @@ from itertools import chain
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.offload.weight_file import (
+    ALIGNMENT,
+    Place,
     WeightBlock,
     WeightFile,
     aligned_memory,
@@ -45,10 +48,14 @@ class DiskStream(WeightStream):
         self.memory = [memory.to(device) for memory in self.host_memory]
         self.checked_blocks: set[WeightBlock] = set()
         self.threads = ThreadPoolExecutor(THREADS, THREAD_NAME)
+        self.sizes = [0] * len(self.memory)
+        """Bytes of the block that each slot has or gets, from its start on."""
         self.layer_in_slot = [-1] * len(self.memory)
         """The layer whose weights each slot has or gets; -1 after an error."""
         self.reads: list[list[Future[None]]] = [[] for _ in self.memory]
         """The reads of that layer, a chunk each."""
+        self.routed: list[Sequence[Place]] = [() for _ in blocks]
+        """Tensors of each layer, at its block's end, of which a pass reads the rows it needs."""
         for layer in range(len(self.memory)):
             self._begin_reads(layer)
 
@@ -70,8 +77,26 @@ class DiskStream(WeightStream):
         except SequoiaPlanError:
             self.layer_in_slot[slot] = -1
             raise
-        if self.memory[slot] is not self.host_memory[slot]:
-            self.memory[slot].copy_(self.host_memory[slot])
+        self.bytes = self.sizes[slot] + (self.bytes if layer else 0)
+        self._to_device(slot, 0, self.sizes[slot])
+
+    def read_rows(self, layer: int, rows: Sequence[int]) -> None:
+        """Read these rows of the layer's routed tensors, unless the slot has the whole block."""
+        slot = layer % len(self.memory)
+        if self.sizes[slot] == self.blocks[layer].size:
+            return
+        parts = []
+        for place in self.routed[layer]:
+            row_size = place.size // place.shape[0]
+            for start in (place.start + row * row_size for row in rows):
+                first = start // ALIGNMENT * ALIGNMENT
+                parts.append((first, round_up(start + row_size, ALIGNMENT)))
+        self.reads[slot] = self._submit(layer, parts)
+        for read in self.reads[slot]:
+            read.result()
+        for start, end in parts:
+            self._to_device(slot, start, end)
+        self.bytes += sum(end - start for start, end in parts)
 
     def release(self, layer: int) -> None:
         """Let the slot of this layer be filled again: the pass has used its weights."""
@@ -92,16 +117,30 @@ class DiskStream(WeightStream):
     def _begin_reads(self, layer: int) -> None:
         """Let the threads read a layer's block into its slot, after what they read already."""
         slot = layer % len(self.memory)
-        self.layer_in_slot[slot] = layer
-        starts = range(0, self.blocks[layer].size, CHUNK_BYTES)
+        self.layer_in_slot[slot], block = layer, self.blocks[layer]
+        size = block.size  # to be checked, it is read whole once
+        if block in self.checked_blocks and self.routed[layer]:
+            size = round_up(min(place.start for place in self.routed[layer]), ALIGNMENT)
+        self.sizes[slot] = size
+        starts = range(0, size, CHUNK_BYTES)
+        parts = [(start, min(start + CHUNK_BYTES, size)) for start in starts]
+        self.reads[slot] = self._submit(layer, parts)
+
+    def _submit(self, layer: int, parts: Sequence[tuple[int, int]]) -> list[Future[None]]:
+        """Let the threads read parts of a layer's block, from one byte to another each."""
         try:
-            self.reads[slot] = [self.threads.submit(self._read, layer, start) for start in starts]
+            return [self.threads.submit(self._read, layer, *part) for part in parts]
         except RuntimeError as error:
             raise SequoiaPlanError(f"{self.file.path}: is closed; load the models again") from error
 
-    def _read(self, layer: int, start: int) -> None:
-        """Read the chunk of a layer's block that begins at `start`."""
+    def _to_device(self, slot: int, start: int, end: int) -> None:
+        """Copy what was read to the device that computes."""
+        if self.memory[slot] is not self.host_memory[slot]:
+            self.memory[slot][start:end].copy_(self.host_memory[slot][start:end])
+
+    def _read(self, layer: int, start: int, end: int) -> None:
+        """Read a part of a layer's block."""
         if layer == start == 0:
             self.file.check_unchanged()
         block, memory = self.blocks[layer], self.host_views[layer % len(self.memory)]
-        self.file.read(block.offset + start, memory[start : min(start + CHUNK_BYTES, block.size)])
+        self.file.read(block.offset + start, memory[start:end])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.weight_stream import WeightStream
@@ -24,6 +24,7 @@ from sequoia_plan.runtime.models.fuse import fuse, try_kinds
 from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order
 from sequoia_plan.runtime.models.gguf import cache_folder
 from sequoia_plan.runtime.models.loading import (
+    auto_class,
     load_whole,
     not_loadable,
     refuse_shapes,
@@ -34,7 +35,12 @@ from sequoia_plan.runtime.models.pretrained import local_folder, name_of
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
-from sequoia_plan.runtime.offload.streamed_layers import attach_stream, set_parameters, view_slots
+from sequoia_plan.runtime.offload.streamed_layers import (
+    attach_stream,
+    routed_tensors,
+    set_parameters,
+    view_slots,
+)
 from sequoia_plan.runtime.offload.weight_file import (
     WeightBlock,
     WeightFile,
@@ -171,12 +177,12 @@ class OffloadedTarget:
     def _layout(self) -> list[dict[str, Tensor]]:
         """The tensors of each block: those outside the layers and norms, then those of each layer.
 
-        A layer's have the order in which a fused layer joins them.
+        A layer's have the order in which a fused layer joins them; those of experts come last.
         """
         blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
         prefix, norm_names = f"{self.layers_name}.", self._norm_names()
-        tensors = _saved_tensors(self.model)
-        for name in in_joined_order(tensors):
+        tensors, routed = _saved_tensors(self.model), set(routed_tensors(self.model))
+        for name in sorted(in_joined_order(tensors), key=routed.__contains__):
             block_number = 0
             if name.startswith(prefix) and name not in norm_names:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
@@ -234,7 +240,7 @@ def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         model = load_whole(folder, dtype)
     else:
         with init_empty_weights(include_buffers=False):  # a model computes its buffers itself
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            model = auto_class(config).from_config(config, dtype=dtype).eval()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, tokenizer

@@ -1,5 +1,6 @@
 """Layers of a model whose parameters lie in the slots of a weight stream."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import finalize
@@ -8,7 +9,11 @@ from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.weight_stream import WeightStream, register_stream
+from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import WeightBlock
+
+CHOSEN = {"top_k_index", "router_indices"}
+"""transformers' names of the argument of a module of experts that says which of them rows need."""
 
 
 class _StreamHook:
@@ -17,7 +22,7 @@ class _StreamHook:
     A copy's parameters would not be views of the stream's slots, and would never change.
     """
 
-    def __init__(self, method: Callable[[int], None], layer: int) -> None:
+    def __init__(self, method: Callable[..., None], layer: int) -> None:
         self.method, self.layer = method, layer
 
     def __call__(self, *_: Any) -> None:
@@ -30,6 +35,16 @@ class _StreamHook:
             "target: its layers are streamed, so it can neither be pickled nor copied; load it "
             "where it is needed"
         )
+
+
+class _RoutedHook(_StreamHook):
+    """Tells the stream which experts of a layer the pass has chosen."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Call the stream's method with the layer and the experts."""
+        inputs = (*args, *options.values())
+        chosen = next(x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point())
+        self.method(self.layer, chosen.unique().tolist())
 
 
 def view_slots(
@@ -54,6 +69,11 @@ def attach_stream(
         _check_reads_slot(layer, block, stream.memory[number % len(stream.memory)])
         layer.register_forward_pre_hook(_StreamHook(stream.wait_for, number))
         layer.register_forward_hook(_StreamHook(stream.release, number))
+        if isinstance(stream, DiskStream) and (names := routed_tensors(layer)):
+            stream.routed[number] = [block.tensors[name] for name in names]
+            experts = layer.get_submodule(names[0].rpartition(".")[0])
+            hook = _RoutedHook(stream.read_rows, number)
+            experts.register_forward_pre_hook(hook, with_kwargs=True)
     register_stream(model, stream)
     finalize(model, stream.close)
 
@@ -75,6 +95,17 @@ def _check_reads_slot(layer: nn.Module, block: WeightBlock, slot: Tensor) -> Non
             f"target: a streamed {type(layer).__name__} reads {viewed_bytes} bytes of its slot, "
             f"expected {block_bytes}; load it with placement='resident'"
         )
+
+
+def routed_tensors(layers: nn.Module) -> list[str]:
+    """Names of the tensors that hold a matrix of each expert, where a pass chooses experts."""
+    return [
+        f"{path}.{name}"
+        for path, module in layers.named_modules()
+        if CHOSEN & inspect.signature(module.forward).parameters.keys()
+        for name, parameter in module.named_parameters()
+        if parameter.ndim == 3
+    ]
 
 
 def set_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -12,5 +12,5 @@ def run(request, tmp_path, monkeypatch):
     """Runs a command in a folder that holds the module's PROFILE and a tree."""
     monkeypatch.chdir(tmp_path)
     request.module.PROFILE.save("profile.yaml")
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1], {"acceptance": [0.5, 0.2]}), "tree.safetensors")
+    save_tree(TokenTree([-1, 0, 0, 1], {"acceptance": [0.5, 0.2]}), "tree.safetensors")
     return lambda *arguments, **options: CliRunner().invoke(main, arguments, **options)

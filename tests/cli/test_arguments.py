@@ -95,6 +95,27 @@ def with_cache(model):
     return dict(ids=IDS.repeat(1, 2), past_key_values=cache)
 
 
+class Counting:
+    """A processor that gives other scores each time."""
+
+    calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        return scores + self.calls
+
+
+class Keeping:
+    """A processor that keeps what it was given, and changes nothing."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, ids, scores):
+        self.seen.append(ids)
+        return scores
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -105,12 +126,14 @@ def with_cache(model):
         (dict(draft="x"), "draft: found 'x', expected a loaded model"),
         (with_cache, r"(cache|past_key_values): .* would ignore it"),
         (dict(num_beams=2), "num_beams: found 2, "),
-        (dict(num_return_sequences=2, do_sample=True, top_k=0), "num_return_sequences: found 2"),
-        (dict(repetition_penalty=1.2), "repetition_penalty|RepetitionPenalty"),
-        (dict(bad_words_ids=[[3]]), "bad_words_ids|NoBadWords"),
+        (
+            dict(num_return_sequences=2, do_sample=True, top_k=0, output_logits=True),
+            "num_return_sequences: found 2",
+        ),
+        (dict(logits_processor=[Counting()]), "Counting changes from call to call"),
+        (dict(logits_processor=[Keeping()]), "Keeping changes from call to call"),
+        (dict(logits_processor=[lambda ids, scores: scores - torch.inf]), "left no token after"),
         (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens: found 3"),
-        (dict(output_scores=True, return_dict_in_generate=True), "output_scores: found True"),
-        (dict(logits_processor=[lambda ids, scores: scores]), "function: logits depend on it"),
         (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "attention_mask: .* hide tokens"),
         (dict(ids=IDS.repeat(2, 1)), r"found int64 \[2, 4\], .* generate_each takes"),
     ],

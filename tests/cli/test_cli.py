@@ -218,7 +218,7 @@ def test_a_tree_that_was_solved_for_another_pair(capsys, role, planned, loaded, 
 def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run):
     settings = {"temperature": 0.8, "top_p": 0.9, "verifier": "traversal"}
     plan = {"acceptance": [0.5, 0.2], "settings": settings}
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1], plan), "warm.safetensors")
+    save_tree(TokenTree([-1, 0, 0, 1], plan), "warm.safetensors")
     arguments = ("generate", "--tree", "warm.safetensors", "--prompt", "Hi", *SHORT)
     as_made = run(*arguments)
     same = run(*arguments, "--verifier", "traversal", "--top-p", "0.9")

@@ -27,7 +27,7 @@ from sequoia_plan_drafts.recipe.questions import (
     misspelled,
     passage_of,
 )
-from sequoia_plan_drafts.recipe.text import TOP, write_text
+from sequoia_plan_drafts.recipe.text import TOP, TextRecipe, write_text
 from sequoia_plan_drafts.recipe.training import chain_losses, divergence_and_rejection
 from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
 
@@ -45,7 +45,7 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
 def text_folder(plain_target, pair, tmp_path_factory):
     """Some conversations that the embedded target wrote, with its hidden states."""
     folder = tmp_path_factory.mktemp("text")
-    write_text(plain_target, pair.tokenizer, 300, 3, folder, 6, LAYERS)
+    write_text(plain_target, pair.tokenizer, TextRecipe(300, 6, LAYERS, 3), folder)
     return folder
 
 
@@ -140,7 +140,7 @@ def test_a_tokenizer_without_a_usable_chat_template(pair, plain_target, tmp_path
     tokenizer = copy.copy(pair.tokenizer)
     tokenizer.chat_template = template
     with pytest.raises(SequoiaPlanError, match="no chat template"):
-        write_text(plain_target, tokenizer, 40, 3, tmp_path, rows=2)
+        write_text(plain_target, tokenizer, TextRecipe(40, 2), tmp_path)
 
 
 def test_text_that_does_not_fit_is_refused(plain_target, text, text_folder, tmp_path):
@@ -209,15 +209,15 @@ def assert_decodes_exactly(loaded, plain_target):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
+def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys, dtype):
     """Some steps of training bring the draft nearer to the target.
 
     Its folder, loaded as anyone's, reads hidden states as they are and decodes exactly.
     """
     vocabulary_size = plain_target.config.vocab_size
     recipe = Eagle3Recipe(draft_vocabulary=512, steps=12, batch=2, chain=2, held_out=2, dtype=dtype)
-    lines: list[str] = []
-    train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target", lines.append)
+    train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target")
+    last = capsys.readouterr().out.splitlines()[-1]
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")
     vocabulary = text.draft_vocabulary(vocabulary_size, recipe.draft_vocabulary)
     assert loaded.draft.aux_hidden_state_layers == LAYERS
@@ -232,7 +232,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, dtype):
     assert (losses[1] < losses[0]).all()
     expected = vocabulary.target_to_draft[batch.top_ids[:, 0]]
     agreement = [float((place.argmax(-1) == expected).float().mean()) for place in logits]
-    reported = json.loads(lines[-1][lines[-1].index("[") : lines[-1].index("]") + 1])
+    reported = json.loads(last[last.index("[") : last.index("]") + 1])
     assert agreement == pytest.approx(reported, abs=0.02), "unscaled hidden states"
     assert_decodes_exactly(loaded, plain_target)
 

@@ -45,8 +45,8 @@ MODES = {
     "bench": "bench --tree t --prompts p.txt",
     "profile": "profile --prompts p.txt -o made",
     "sglang": "engine sglang --log plain.log --log three.log -o made",
-    "again": "engine sglang --responses r.json --times plan.yaml",
-    "vllm": "engine vllm --metrics counters.txt --times vllm.yaml",
+    "responses": "engine sglang --log plain.log --log three.log --responses r.json",
+    "vllm": "engine vllm --target model --metrics counters.txt --python /no/such",
     "llamacpp": "engine llamacpp --target t --draft t --server /no/such",
     "ngram": "engine llamacpp --target t --spec-type ngram-simple",
     "settings": "engine settings plan.yaml",
@@ -77,10 +77,6 @@ def files(tmp_path_factory):
         assert call([*MODES["solve"][:-1], "t"]).exit_code == 0
         result = call([*MODES["sglang"][:-1], "plan.yaml"])
         assert result.exit_code == 0, result.output
-        plan = yaml.safe_load((folder / "plan.yaml").read_text())
-        settings = {"speculative": {"method": "draft_model", "model": "d"}}
-        document = plan | {"engine": "vllm", "settings": settings}
-        (folder / "vllm.yaml").write_text(yaml.safe_dump(document))
     return folder
 
 
@@ -175,7 +171,7 @@ WITHOUT_EFFECT = {
     ("tokens", "objective"),  # it is the default there
 }
 """Options that change nothing here, and may."""
-NEED_MODELS = {"generate", "bench", "profile", "llamacpp", "ngram"}
+NEED_MODELS = {"generate", "bench", "profile", "llamacpp", "ngram", "vllm"}
 """Ways that end before they use all options."""
 
 
@@ -281,9 +277,8 @@ READERS = {
     "p.json": ["tokens"],
     "t": ["show", "medusa", "plot"],
     "n.json": ["import"],
-    "plan.yaml": ["settings", "again"],
-    "vllm.yaml": ["vllm"],
-    "r.json": ["again"],
+    "plan.yaml": ["settings"],
+    "r.json": ["responses"],
 }
 """Ways that read each file."""
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from toys import TREE
-from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
@@ -26,39 +25,6 @@ GREEDY = plain_text(TARGET, IDS, NEW)
 def inside(**options):
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
     return TARGET.generate(IDS, custom_generate=sequoia, draft=DRAFT, tree=TREE, **options)
-
-
-class Own(processors.TopKLogitsWarper):
-    """A subclass, which may do anything."""
-
-
-WARPERS = {
-    "temperature": lambda value: processors.TemperatureLogitsWarper(max(value, 0.1)),
-    "top_k": lambda value: processors.TopKLogitsWarper(1 + int(40 * value)),
-    "top_p": processors.TopPLogitsWarper,
-    "min_p": processors.MinPLogitsWarper,
-}
-
-
-@settings(max_examples=40)
-@given(st.sampled_from(sorted(WARPERS)), st.floats(0.05, 0.95), st.floats(0.05, 0.95) | st.none())
-def test_a_users_own_warper_is_refused(name, value, configured):
-    """transformers applies it before those of the configuration, so also beside an equal one."""
-    warper = WARPERS[name](value)
-    config = {} if configured is None else {name: getattr(WARPERS[name](configured), name)}
-    options = dict(do_sample=True, seed=1, top_k=0) | config
-    assert inside(**options).shape == GREEDY.shape
-    with pytest.raises(ArgumentError, match=rf"{type(warper).__name__}: .* set {name} in the"):
-        inside(logits_processor=[warper], **options)
-
-
-def test_other_processors():
-    """A subclass is refused; what changes no probability is not."""
-    options = dict(do_sample=True, seed=1, top_k=7)
-    with pytest.raises(ArgumentError, match=r"Own: logits depend on it.*leave it out"):
-        inside(logits_processor=[Own(7)], **options)
-    for processor in (processors.LogitNormalization(), processors.TopPLogitsWarper(1.0)):
-        assert inside(logits_processor=[processor], **options).equal(inside(**options))
 
 
 CRITERIA = st.builds(MaxLengthCriteria, st.integers(1, 40)) | st.builds(

@@ -20,13 +20,33 @@ SIZES = dict(
     tie_word_embeddings=False,
 )
 GROUPED = dict(SIZES, num_key_value_heads=2, head_dim=8)
-EXPERTS = dict(GROUPED, num_experts_per_tok=2)
+FEW = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4)
+EXPERTS = dict(GROUPED, **FEW, num_experts_per_tok=2, moe_k=2, moe_topk=2, moe_intermediate_size=24)
 WINDOWED_LAYERS = dict(
     GROUPED,
     sliding_window=WINDOW,
     layer_types=["full_attention", "sliding_attention", "full_attention"],
     query_pre_attn_scalar=8,
 )
+WINDOWED_EXPERTS = EXPERTS | WINDOWED_LAYERS
+LATENT = dict(
+    SIZES,
+    kv_lora_rank=16,
+    q_lora_rank=24,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    qk_nope_head_dim=16,
+    n_routed_experts=4,
+    n_group=2,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+)
+PER_LAYER = dict(
+    vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8, num_kv_shared_layers=1
+)
+IMAGES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 READS_TREES = {
@@ -39,7 +59,7 @@ READS_TREES = {
     "Qwen3": (hf.Qwen3ForCausalLM, GROUPED),
     "Qwen3-MoE": (
         hf.Qwen3MoeForCausalLM,
-        dict(EXPERTS, num_experts=4, moe_intermediate_size=24),
+        dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     ),
     "SmolLM3": (hf.SmolLM3ForCausalLM, dict(GROUPED, no_rope_layer_interval=2)),
     "Phi-3": (hf.Phi3ForCausalLM, dict(GROUPED, sliding_window=None)),
@@ -53,13 +73,106 @@ READS_TREES = {
         dict(SIZES, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
     ),
     "Mistral": (hf.MistralForCausalLM, dict(GROUPED, sliding_window=WINDOW)),
-    "Mixtral": (
-        hf.MixtralForCausalLM,
-        dict(EXPERTS, num_local_experts=4, sliding_window=WINDOW),
-    ),
+    "Mixtral": (hf.MixtralForCausalLM, dict(EXPERTS, sliding_window=WINDOW)),
     "Gemma 2": (hf.Gemma2ForCausalLM, WINDOWED_LAYERS),
     "Gemma 3": (hf.Gemma3ForCausalLM, WINDOWED_LAYERS),
+    "Gemma 3n": (
+        hf.Gemma3nForCausalLM,
+        dict(
+            WINDOWED_LAYERS,
+            **PER_LAYER,
+            laurel_rank=8,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0],
+        ),
+    ),
+    "Gemma 4": (
+        hf.Gemma4ForCausalLM,
+        dict(WINDOWED_EXPERTS, **PER_LAYER, enable_moe_block=True, top_k_experts=2),
+    ),
+    "Llama 4": (
+        hf.Llama4ForCausalLM,
+        dict(
+            EXPERTS,
+            intermediate_size_mlp=48,
+            no_rope_layers=[1, 0, 1],
+            attention_chunk_size=WINDOW,
+            floor_scale=8,
+            attn_scale=1.0,
+        ),
+    ),
+    "DeepSeek-V2": (hf.DeepseekV2ForCausalLM, dict(LATENT, n_shared_experts=1)),
+    "DeepSeek-V3": (hf.DeepseekV3ForCausalLM, LATENT),
+    "GLM-4": (hf.Glm4ForCausalLM, GROUPED),
+    "GLM-4-MoE": (hf.Glm4MoeForCausalLM, EXPERTS),
+    "GPT-OSS": (hf.GptOssForCausalLM, WINDOWED_EXPERTS),
+    "Granite": (hf.GraniteForCausalLM, dict(GROUPED, attention_multiplier=0.3)),
+    "Granite 4": (
+        hf.GraniteMoeHybridForCausalLM,
+        dict(
+            EXPERTS,
+            shared_intermediate_size=24,
+            layer_types=["full_attention"] * 3,
+            mamba_n_heads=4,
+            position_embedding_type="rope",
+        ),
+    ),
+    "OLMo 3": (hf.Olmo3ForCausalLM, WINDOWED_LAYERS),
+    "Ernie 4.5": (hf.Ernie4_5ForCausalLM, GROUPED),
+    "Ernie 4.5 MoE": (hf.Ernie4_5_MoeForCausalLM, dict(EXPERTS, moe_num_shared_experts=1)),
+    "Hunyuan": (hf.HunYuanDenseV1ForCausalLM, GROUPED),
+    "Hunyuan MoE": (hf.HunYuanMoEV1ForCausalLM, EXPERTS),
+    "MiniMax-M2": (hf.MiniMaxM2ForCausalLM, EXPERTS),
+    "MiMo-V2": (hf.MiMoV2FlashForCausalLM, dict(WINDOWED_EXPERTS, v_head_dim=4)),
+    "Mistral 3": (
+        hf.Mistral3ForConditionalGeneration,
+        dict(text_config=dict(GROUPED, model_type="ministral3"), vision_config=IMAGES),
+    ),
+    "Cohere 2": (hf.Cohere2ForCausalLM, WINDOWED_LAYERS),
+    "EXAONE 4": (hf.Exaone4ForCausalLM, WINDOWED_LAYERS),
+    "Seed-OSS": (hf.SeedOssForCausalLM, GROUPED),
 }
+
+LINEAR = dict(
+    GROUPED,
+    num_hidden_layers=4,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+MAMBA = dict(
+    GROUPED, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=8, mamba_chunk_size=8
+)
+
+TAKES_CHAINS = {
+    "Qwen3-Next": (
+        hf.Qwen3NextForCausalLM,
+        dict(
+            LINEAR,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+        ),
+    ),
+    "Qwen3.5": (hf.Qwen3_5ForCausalLM, LINEAR),
+    "OLMo, hybrid": (hf.OlmoHybridForCausalLM, dict(LINEAR, num_key_value_heads=4)),
+    "Bamba": (hf.BambaForCausalLM, dict(MAMBA, attn_layer_indices=[1])),
+    "Granite 4, hybrid": (
+        hf.GraniteMoeHybridForCausalLM,
+        dict(
+            MAMBA,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=24,
+            layer_types=["mamba", "attention", "mamba"],
+        ),
+    ),
+    "Falcon-H1": (hf.FalconH1ForCausalLM, dict(MAMBA, mamba_d_ssm=64)),
+    "LFM2": (hf.Lfm2ForCausalLM, dict(GROUPED, layer_types=["conv", "full_attention", "conv"])),
+}
+"""Those with a recurrent state."""
 
 REFUSED = {
     "MPT": (hf.MptForCausalLM, dict(SMALL, d_model=32, n_heads=4, n_layers=2)),
@@ -88,6 +201,11 @@ REFUSED = {
             mamba_d_state=4,
         ),
     ),
+    "DeepSeek-V3.2": (
+        hf.DeepseekV32ForCausalLM,
+        dict(LATENT, index_topk=8, index_head_dim=16, index_n_heads=2),
+    ),
+    "MiniMax": (hf.MiniMaxForCausalLM, EXPERTS),
     "T5": (
         hf.T5ForConditionalGeneration,
         dict(SMALL, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
@@ -113,9 +231,14 @@ def is_embedding(parameter):
 
 def tiny(name, seed=0, **changes):
     """A random model whose attention matters: weights are larger than transformers draws them."""
-    model_class, sizes = (READS_TREES | REFUSED)[name]
+    model_class, sizes = (READS_TREES | TAKES_CHAINS | REFUSED)[name]
     torch.manual_seed(seed)
-    config = model_class.config_class(**{**NO_SPECIAL, **sizes, **changes})
+    if "text_config" in sizes:
+        changes = {"text_config": sizes["text_config"] | changes}
+    sizes = {**NO_SPECIAL, **sizes, **changes}
+    layers = sizes.get("num_hidden_layers", 3)
+    sizes |= {k: n * (layers // 3) for k, n in sizes.items() if isinstance(n, list) and len(n) == 3}
+    config = model_class.config_class(**sizes)
     model = model_class(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -9,9 +9,7 @@ from sequoia_plan.profiler.decoding_methods import PromptRun
 from sequoia_plan.runtime import Sampling
 
 LATENCY = {"target": {1: 0.04, 8: 0.05}, "draft": {1: 0.002, 8: 0.003}}
-TREE = TokenTree.from_parents(
-    [-1, 0, 0, 1, 1, 2, 3], {"acceptance": [0.5, 0.25], "latency": LATENCY}
-)
+TREE = TokenTree([-1, 0, 0, 1, 1, 2, 3], {"acceptance": [0.5, 0.25], "latency": LATENCY})
 KINDS_PLAN = Plan(
     speedup_by_kind={"copy": 3.0, "chat": 1.2}, tokens_by_kind={"copy": 6.0, "chat": 2}
 )

@@ -144,18 +144,42 @@ def eagle1_parts(target, seed=1, **shape):
     return settings | {"architectures": ["LlamaForCausalLM"]}, random_weights(module, seed)
 
 
-def dflash_parts(target, block=5, mask=1, layers=2, seed=1, ids=(0, 2), **shape):
-    """(config, weights) of a random DFlash draft for `target`."""
+def dflash_parts(target, block=5, mask=1, layers=2, seed=1, ids=(0, 2), sizes=None, **shape):
+    """(config, weights) of a random DFlash draft for `target`; `sizes` are those of DFlash 2."""
     settings = layer_settings(target, layers=layers, **shape) | {"model_type": "qwen3"}
-    module = DFlashModel(block=DraftBlock(block, mask), **shared_parts(target, settings, len(ids)))
+    block = DraftBlock(block, mask, **sizes or {})
+    module = DFlashModel(block=block, **shared_parts(target, settings, len(ids)))
     return settings | {
-        "architectures": ["DFlashDraftModel"],
-        "block_size": block,
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(ids)},
+        "architectures": ["DFlash2DraftModel" if sizes else "DFlashDraftModel"],
+        "block_size": block.size,
+        "dflash_config": {
+            "mask_token_id": mask,
+            "target_layer_ids": list(ids),
+            **(sizes or {}),
+        },
     }, random_weights(module, seed)
 
 
-PARTS = {"EAGLE-3": eagle3_parts, "EAGLE-1": eagle1_parts, "DFlash": dflash_parts}
+def dflash2_parts(target, top_k=6, **shape):
+    """(config, weights) of a random DFlash 2 draft for `target`, as z-lab writes them."""
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return dflash_parts(target, sizes=dict(zip(names, (2, 4, 3, top_k), strict=True)), **shape)
+
+
+def dspark_parts(target, **shape):
+    """(config, weights) of a random DSpark draft for `target`, as DeepSpec writes them."""
+    config, weights = dflash_parts(target, sizes={"markov_rank": 3}, **shape)
+    settings = config | config.pop("dflash_config") | {"markov_head_type": "vanilla"}
+    return settings | {"architectures": ["Qwen3DSparkModel"]}, weights
+
+
+PARTS = {
+    "EAGLE-3": eagle3_parts,
+    "EAGLE-1": eagle1_parts,
+    "DFlash": dflash_parts,
+    "DFlash 2": dflash2_parts,
+    "DSpark": dspark_parts,
+}
 
 
 def copy_with_its_cache(target, spread):
@@ -185,6 +209,7 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
     if kind == "int8, own cache":
         return target, self_draft.self_draft(target)
     if vocabulary == 3:
-        settings |= {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}}.get(kind, {})
+        own = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
+        settings |= own.get(kind, {})
     with tempfile.TemporaryDirectory() as folder:
         return target, load(write(Path(folder) / kind, *PARTS[kind](target, **settings)), target)

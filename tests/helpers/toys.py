@@ -143,7 +143,7 @@ def first_tokens(prompt, tree, seeds, covered=None, length=3, verifier="sequoia"
     decoder = toy_decoder(tree, noise=0.7, covered=covered)
     prompt, sampling = torch.tensor(prompt), Sampling(1.0, verifier=verifier)
 
-    def again(prompt, max_new_tokens, seed):
+    def again(prompt, max_new_tokens, seed, *, reuse):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is
         hidden."""
         decoder.step.sequence.generator.manual_seed(seed)

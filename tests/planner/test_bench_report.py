@@ -40,7 +40,7 @@ def test_a_page_says_what_it_knows():
     assert "<script" not in text and "&lt;script&gt;" in text
     assert "1.50x <small>1.40-1.60</small>" in text and finding(result) in text
     check_page(page(TREE, result), plots=4)
-    alone = page(TokenTree.from_parents([-1], TREE.plan), figures_of(TokenTree.chain(1)))
+    alone = page(TokenTree([-1], TREE.plan), figures_of(TokenTree.chain(1)))
     check_page(alone, plots=2)
     assert "nothing is speculated" in alone
 

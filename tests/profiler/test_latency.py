@@ -171,7 +171,7 @@ def test_verification_is_fitted_to_the_times_of_trees(pair, costs, monkeypatch):
 
 
 def test_trees_to_verify_are_chains_and_wide_and_fit():
-    trees = trees_to_time(max_nodes=64, vocabulary=100)
+    trees = trees_to_time(max_nodes=64, max_children=100)
     assert [(tree.size, tree.branching) for tree in trees] == [(1, 0), (8, 1), (8, 3), (64, 3)]
     assert all(tree.depth <= 3 for tree in trees_to_time(1024, 100, max_depth=3))
     assert all(tree.branching <= 2 for tree in trees_to_time(1024, 2))

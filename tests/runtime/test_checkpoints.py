@@ -40,6 +40,23 @@ def nested(**config):
     return NESTED | {"transformer_layer_config": layers} | config, weights
 
 
+def parts_of(algorithm, **changes):
+    return changed(*PARTS[algorithm](TARGET), changes)
+
+
+def dflash2(**settings):
+    config, weights = PARTS["DFlash 2"](TARGET)
+    return config | {"dflash_config": config["dflash_config"] | settings}, weights
+
+
+def flat_as_nested(config, weights, **settings):
+    """A block draft in speculators' layout."""
+    names = ("block_size", "mask_token_id", "markov_rank")
+    ids = {"aux_hidden_state_layer_ids": [n + 1 for n in config.pop("target_layer_ids")]}
+    settings |= {name: config[name] for name in names} | ids
+    return settings | {"transformer_layer_config": config}, weights
+
+
 def layer_ids(ids):
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
 
@@ -53,7 +70,27 @@ NO_FIT = "its weights do not fit its config.json and this target: .*"
 NO_DRAFT = "its config.json makes no .* draft for this target"
 BAD = {
     "Medusa": (lambda: eagle3(architectures=["MedusaModel"]), ANOTHER_KIND),
-    "the second DFlash": (lambda: dflash(architectures=["DFlash2DraftModel"]), ANOTHER_KIND),
+    "DSpark of unknown rows": (
+        lambda: parts_of("DSpark", architectures=["DSparkDraftModel"]),
+        ANOTHER_KIND,
+    ),
+    "a DFlash without a selector": (
+        lambda: dflash(architectures=["DFlash2DraftModel"]),
+        "conv_kernel_size.*: None",
+    ),
+    "a selector of nothing": (lambda: dflash2(selector_top_k=0), "selector_top_k': 0"),
+    "groups that do not divide": (lambda: dflash2(conv_group_size=5), "conv_group_size"),
+    "another convolution": (lambda: dflash2(conv_kernel_size=3), NO_FIT + "base_kernel"),
+    "scaled embeddings": (lambda: dflash2(input_embedding_scale=2), "embedding_scale: found 2"),
+    "a selector lost": (
+        lambda: parts_of("DFlash 2", **{"candidate_selector.hidden_projection.weight": None}),
+        NO_FIT + "hidden_projection",
+    ),
+    "a Markov head of either kind": (
+        lambda: flat_as_nested(*parts_of("DSpark"), speculators_model_type="dspark"),
+        "sample_from_anchor: missing",
+    ),
+    "a gate": (lambda: parts_of("DSpark", markov_head_type="gated"), "markov_head_type: found"),
     "another type of speculators": (lambda: nested(speculators_model_type="mtp"), ANOTHER_KIND),
     "d2t of token numbers": (lambda: eagle3(d2t=torch.arange(16) * 2), "d2t: expected offsets"),
     "d2t twice": (lambda: eagle3(d2t=-torch.arange(16), t2d=None), "d2t: expected offsets"),
@@ -110,7 +147,7 @@ def test_profile_solve_generate_with_no_option_but_the_draft(
     models = ("--target", folders["target"], "--draft", folders[algorithm])
     run_briefly("profile", *models, "--tokens", "8", "--precision", "40%", "--temperature", "1")
     profile = Profile.load("profile.yaml")
-    is_block = algorithm == "DFlash"
+    is_block = algorithm in ("DFlash", "DFlash 2", "DSpark")
     assert profile.drafting.draft_type == ("block draft" if is_block else "feature draft")
     assert min(profile.latency.draft) == (5 if is_block else 1)
     assert profile.models["draft"]["name"] == algorithm

@@ -85,7 +85,7 @@ def test_max_new_tokens_is_exact(budget):
 @pytest.mark.parametrize("recorded", ["sequoia", "topk", None])
 def test_a_decoder_takes_the_verifier_of_its_tree(recorded, monkeypatch):
     settings = {"temperature": 0.8} | ({"verifier": recorded} if recorded else {})
-    tree = TokenTree.from_parents([-1, 0, 0, 1], {"settings": settings})
+    tree = TokenTree([-1, 0, 0, 1], {"settings": settings})
     decoder = SequoiaDecoder(ToyModel(0), ToyModel(1), tree)
     used, run = [], CapturedStep.run
     monkeypatch.setattr(CapturedStep, "run", lambda *given: used.append(given[2]) or run(*given))

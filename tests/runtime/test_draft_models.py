@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafts import eagle1_parts, eagle3_parts, golden, load, small_target, write
+from drafts import PARTS, eagle1_parts, eagle3_parts, golden, load, small_target, write
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -59,7 +59,7 @@ def started(drafter_class, draft, text, features, committed):
     sequence.reserve(64, drafter.new_cache, drafter.new_cache)
     sequence.tokens[: text.numel()] = text
     sequence.length.fill_(committed)
-    drafter.prefill(sequence.draft, text[:committed])
+    drafter.prefill(sequence.draft, text[:committed], 0)
     for slots in torch.arange(committed).split(committed - 3 if committed > 4 else committed):
         mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
         drafter.prefill_hidden_states(sequence.draft, text[slots], slots, mask, features[slots])
@@ -166,6 +166,73 @@ def test_eagle1_is_what_its_paper_describes(tmp_path):
         text = started(EagleDrafter, draft, tokens, features, root)
         for level, logits in enumerate(logits_of_tree(*text, TokenTree.chain(5))):
             assert_close(logits[0], expected[level])
+
+
+def convolved_layer_by_description(layer, name, weights, x, inputs):
+    """x[i] (base[0] + a[i, 0]) + x[i - 1] (base[1] + a[i, 1]) around both parts of a layer.
+
+    `a` is a projection of what the first of the two convolutions reads, one for 4 channels.
+    """
+    parts = {
+        "attention": ("input", lambda rows: layer.self_attn(rows, **inputs)[0]),
+        "mlp": ("post_attention", layer.mlp),
+    }
+    for part, (norm, run) in parts.items():
+        rows = getattr(layer, f"{norm}_layernorm")(x)
+        conv = f"{name}.{part}_conv."
+        added = (rows @ weights[conv + "kernel_projection.weight"].T).view(5, 2, 2, 4)
+        for side, then in enumerate((run, lambda rows: rows)):
+            kernel = weights[conv + "base_kernel"][side] + added[:, side].repeat_interleave(4, -1)
+            before = torch.cat([0 * rows[:, :1], rows[:, :-1]], 1)
+            rows = then(rows * kernel[:, 0] + before * kernel[:, 1])
+        x = x + rows
+    return x
+
+
+def logits_by_parent(weights, hidden, logits, parent):
+    """A level's logits after the token `parent`: of all tokens, or of the six most probable."""
+    if "markov_head.markov_w1.weight" in weights:
+        w1, w2 = (weights[f"markov_head.markov_w{n}.weight"] for n in (1, 2))
+        return logits + w2 @ w1[parent]
+    part = {name.rpartition("candidate_selector.")[2]: tensor for name, tensor in weights.items()}
+    context = part["predecessor_codebook"][parent] * (part["hidden_projection.weight"] @ hidden)
+    scores = logits + part["successor_codebook"] @ context
+    return scores.masked_fill(logits < logits.sort().values[-6], -torch.inf)
+
+
+@pytest.mark.parametrize("algorithm", ["DFlash 2", "DSpark"])
+@torch.no_grad()
+def test_logits_by_parent_are_what_the_sources_describe(algorithm, tmp_path, monkeypatch):
+    """After each node of a tree; the rows without a parent's token are those of DFlash."""
+    target = small_target()
+    config, weights = PARTS[algorithm](target)
+    unused = {"confidence_head.proj.weight": torch.ones(1, 19)}
+    draft = load(write(tmp_path / "draft", config, weights | unused), target)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randperm(48, generator=generator)
+    features = torch.randn(30, 32, generator=generator)
+    drafter, sequence = started(DFlashDrafter, draft, tokens, features, 11)
+    assert drafter.drafting.pass_widths(TREE.num_parents_by_level) == [5]
+    logits, hidden = torch.cat(logits_of_tree(drafter, sequence, TREE)), []
+
+    def forward(*args, run=draft.forward):
+        for number, layer in enumerate(draft.layers if algorithm == "DFlash 2" else ()):
+
+            def described(x, layer=layer, name=f"layers.{number}", **inputs):
+                return convolved_layer_by_description(layer, name, weights, x, inputs)
+
+            monkeypatch.setattr(layer, "forward", described)
+        return hidden.append(run(*args)) or hidden[-1]
+
+    monkeypatch.setattr(draft, "forward", forward)
+    logits_of_tree(drafter, sequence, TREE)
+    (rows,) = hidden[0]
+    nodes = [node for node in range(TREE.size) if TREE.child_count[node]]
+    for row, node in zip(logits, nodes, strict=True):
+        level = rows[TREE.position_ids[node]]
+        parent = tokens[11 + node]
+        assert_close(row, logits_by_parent(weights, level, target.lm_head(level), parent))
+    assert not torch.allclose(logits[1], logits[2], atol=0.01)
 
 
 def test_torch_checkpoints_are_read_as_well(tmp_path):

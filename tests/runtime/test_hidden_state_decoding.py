@@ -43,6 +43,22 @@ def test_the_distribution_of_a_step_is_the_targets(algorithm, verifier):
     )
 
 
+@pytest.mark.parametrize("algorithm", ["DFlash 2", "DSpark"])
+def test_children_are_verified_by_what_their_parents_token_gave(algorithm, monkeypatch):
+    """The control of the test above: a step that is told of the level's logits alone."""
+    decoder = SequoiaDecoder(*small_pair(algorithm, 3), SMALL_TREES["both"])
+    drafter, levels = decoder.step.drafter, []
+
+    def forward(draft_pass, *args, run=drafter.forward):
+        output = run(draft_pass, *args)
+        levels[:] = output.later[0][0].index_select(0, draft_pass.logit_rows)
+        return output
+
+    monkeypatch.setattr(drafter, "forward", forward)
+    unary = Scripted(1.0, told=lambda laws: torch.softmax(torch.stack(levels), -1))
+    assert error_of_a_step(decoder, [2, 1, 2, 0], unary) > 1e-3
+
+
 def test_a_draw_shared_by_a_level_is_wrong_for_traversal():
     """Why a DFlash draft's children are drawn for each node by itself.
 

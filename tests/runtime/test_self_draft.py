@@ -25,7 +25,12 @@ from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 pytestmark = pytest.mark.slow
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
-EXPERTS = {"Qwen3-MoE", "Mixtral"}
+EXPERTS = {
+    name
+    for name, (_, sizes) in READS_TREES.items()
+    if sizes.keys() & {"num_experts_per_tok", "vision_config"}
+}
+"""Those that have weights other than a linear layer's."""
 FUSED = architectures.FUSED - EXPERTS
 """Their drafts have fused layers."""
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.pretrained import load_model
 from sequoia_plan_drafts.recipe.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import LanguageModelRecipe, train_language_model
-from sequoia_plan_drafts.recipe.text import write_text
+from sequoia_plan_drafts.recipe.text import TextRecipe, write_text
 from sequoia_plan_drafts.recipe.training_text import TrainingText
 
 
@@ -32,16 +31,6 @@ def positive_integer(text: str) -> int:
     if number < 1:
         raise ValueError
     return number
-
-
-@dataclass(frozen=True)
-class TextRecipe:
-    """How training text is written."""
-
-    tokens: int = 1_000_000
-    rows: int = 224
-    hidden_states: tuple[int, ...] = ()
-    seed: int = 0
 
 
 RECIPES: dict[str, Any] = {
@@ -85,12 +74,12 @@ def main() -> None:
     settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
         target, tokenizer, _ = load_model(options.target, "cpu", dtype)
-        write_text(target, tokenizer, output=options.output, **asdict(settings))
+        write_text(target, tokenizer, settings, options.output)
         return
     # what is trained starts as the target's layers, in float32
     target, _, name = load_model(options.target, "cpu", torch.float32)
     train: Any = train_eagle3 if options.command == "eagle3" else train_language_model
-    train(target, text, settings, options.output, name, partial(print, flush=True))
+    train(target, text, settings, options.output, name)
 
 
 def make_parser() -> argparse.ArgumentParser:

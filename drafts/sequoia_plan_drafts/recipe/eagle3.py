@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 draft: `python -m sequoia_plan_drafts.recipe eagle3`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ def train_eagle3(
     recipe: Eagle3Recipe,
     out: Path,
     target_name: str,
-    report: Callable[[str], None] = print,
 ) -> None:
     """Train an EAGLE-3 draft for `target` (a Llama in float32) and write it to the folder `out`."""
     torch.manual_seed(recipe.seed)
@@ -76,7 +75,7 @@ def train_eagle3(
     training = Training(
         text, recipe, vocabulary, draft, logits_of, save, recipe.chain, first_chain_step
     )
-    training.run(report)
+    training.run()
 
 
 def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:

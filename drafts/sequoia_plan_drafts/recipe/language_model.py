@@ -1,6 +1,6 @@
 """Trains a draft that is a language model: `python -m sequoia_plan_drafts.recipe train`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ def train_language_model(
     recipe: LanguageModelRecipe,
     out: Path,
     target_name: str,
-    report: Callable[[str], None] = print,
 ) -> None:
     """Train a draft for `target` (a Llama in float32) and write it to the file `out`."""
     torch.manual_seed(recipe.seed)
@@ -44,7 +43,7 @@ def train_language_model(
         save_draft(draft, out, metadata | {"target": target_name})
 
     training = Training(text, recipe, vocabulary, draft, logits_of, save, 1, recipe.steps)
-    training.run(report)
+    training.run()
 
 
 def untrained_draft(target: Any, d2t: Tensor, layers: Sequence[int]) -> Any:

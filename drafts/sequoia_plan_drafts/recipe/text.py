@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.files import check_new_folder, write_atomically
+from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan_drafts.recipe.questions import make_questions, passage_of
 
@@ -52,34 +53,36 @@ class Conversation(NamedTuple):
     hidden_states: Tensor
 
 
+@dataclass(frozen=True)
+class TextRecipe:
+    """How training text is written."""
+
+    tokens: int = 1_000_000
+    rows: int = 224
+    hidden_states: tuple[int, ...] = ()
+    seed: int = 0
+
+
 @torch.inference_mode()
-def write_text(
-    model: Any,
-    tokenizer: Any,
-    tokens: int,
-    seed: int,
-    output: Path,
-    rows: int = 224,
-    hidden_states: Sequence[int] = (),
-) -> None:
+def write_text(model: Any, tokenizer: Any, recipe: TextRecipe, output: Path) -> None:
     """Let the target write at least `tokens` answer tokens, and save them in the folder `output`.
 
     Each batch of `rows` conversations is one file, so that the text so far can always be used.
     """
+    hidden_states = recipe.hidden_states
     num_layers = model.config.num_hidden_layers
     if wrong := [layer for layer in hidden_states if not 0 <= layer < num_layers]:
         raise ArgumentError(
             f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers - 1}"
         )
-    check_new_folder(output)
     output.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
+    rng = random.Random(recipe.seed)
+    torch.manual_seed(recipe.seed)
     opening = _opening(tokenizer)
     passages: deque[str] = deque(maxlen=MAX_PASSAGES)
     num_answer_tokens, started = 0, time.perf_counter()
     for batch, temperature in enumerate(itertools.cycle(TEMPERATURES)):
-        questions = make_questions(tokenizer, rows, passages, rng)
+        questions = make_questions(tokenizer, recipe.rows, passages, rng)
         own_questions = iter(
             generate(model, tokenizer, [opening] * questions.count(None), MAX_QUESTION_TOKENS, 1.0)
         )
@@ -92,15 +95,15 @@ def write_text(
         conversations = list(label(model, prompts, answers, hidden_states))
         num_answer_tokens += sum(len(answer) for answer in answers)
         passages += [passage_of(tokenizer, a) for a in answers if len(a) >= MIN_PASSAGE_TOKENS]
-        metadata = {"seed": seed, "hidden_states": list(hidden_states)}
+        metadata = {"seed": recipe.seed, "hidden_states": list(hidden_states)}
         write_conversations(output / f"text-{batch:05d}.safetensors", conversations, metadata)
         elapsed = time.perf_counter() - started
         print(
-            f"{num_answer_tokens} answer tokens, {rows * (batch + 1)} conversations, "
+            f"{num_answer_tokens} answer tokens, {recipe.rows * (batch + 1)} conversations, "
             f"{elapsed:.0f} s, {num_answer_tokens / elapsed:.0f} tokens/s",
             flush=True,
         )
-        if num_answer_tokens >= tokens:
+        if num_answer_tokens >= recipe.tokens:
             return
 
 

@@ -61,13 +61,12 @@ class Training:
         if step < self.first_chain_step:
             (logits,) = self.logits(batch, 1)
             return divergence_and_rejection(logits, self.vocabulary.target_to_draft, batch)[0]
-        losses = chain_losses(
-            self.logits(batch, self.chain), self.vocabulary.target_to_draft, batch
-        )
+        logits_by_place = self.logits(batch, self.chain)
+        losses = chain_losses(logits_by_place, self.vocabulary.target_to_draft, batch)
         weights = CHAIN_DECAY ** torch.arange(self.chain)
         return (weights * losses).sum() / weights.sum()
 
-    def run(self, report: Callable[[str], None]) -> None:
+    def run(self) -> None:
         """Train for all steps; the draft is evaluated and saved on the way, and at the end."""
         settings, started = self.settings, time.perf_counter()
         training_indices, held_out_indices = self.text.split(settings.held_out)
@@ -78,10 +77,11 @@ class Training:
         warm_up = min(100, settings.steps // 10 + 1)
         schedule = get_cosine_schedule_with_warmup(optimiser, warm_up, settings.steps)
         products = partial(torch.autocast, "cpu", torch.bfloat16, settings.dtype == "bfloat16")
-        report(
+        print(
             f"{len(training_indices)} conversations, head of {self.vocabulary.d2t.numel()} covers "
             f"{self.vocabulary.probability:.3f} of the target's mass, "
-            f"{sum(parameter.numel() for parameter in parameters)} parameters"
+            f"{sum(parameter.numel() for parameter in parameters)} parameters",
+            flush=True,
         )
         batches = self._endless_batches(training_indices)
         mean_loss = None
@@ -100,9 +100,10 @@ class Training:
                 held_out = self.text.batches(held_out_indices, EVALUATION_BATCH)
                 agreement = [round(share, 4) for share in self.top1_agreement(held_out)]
             seconds = time.perf_counter() - started
-            report(
+            print(
                 f"step {step + 1}: loss {mean_loss:.3f}, held-out top-1 agreement {agreement}, "
-                f"{seconds:.0f} s"
+                f"{seconds:.0f} s",
+                flush=True,
             )
             self.save(
                 {

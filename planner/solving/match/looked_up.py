@@ -18,9 +18,9 @@ from functools import partial
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, Ints, OtherSteps
+from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, OtherSteps
 from sequoia_plan.planner.solving.speed.fastest import (
     MAX_WORK,
     FastestTree,

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import Acceptance, TokenTree
-from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.artifacts.expected_tokens import child_probabilities
 from sequoia_plan.artifacts.lookup import LookupCounts, class_of, read_positions
 
@@ -45,8 +44,8 @@ class RecordedText(NamedTuple):
     `classes` int64 [positions]; `runs` int64 [positions].
     """
 
-    classes: NDArray[np.int64]
-    runs: NDArray[np.int64]
+    classes: Ints
+    runs: Ints
 
 
 def recorded_texts(lookup: LookupCounts) -> list[RecordedText]:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from sequoia_plan.artifacts.counts import Ints
 from sequoia_plan.planner.solving.speed.costs import (
-    Ints,
     cost_curve,
     fastest_prefix,
     max_profit,

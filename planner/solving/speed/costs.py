@@ -4,12 +4,9 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
+from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.artifacts.step_time import StepTime
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class OtherSteps(NamedTuple):

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from sequoia_plan.planner.solving.speed.costs import Costs, Floats, Ints, max_profit
+from sequoia_plan.artifacts.counts import Floats, Ints
+from sequoia_plan.planner.solving.speed.costs import Costs, max_profit
 
 PATIENCE = 10
 """Subgradient steps become half as long after this many steps without a smaller bound."""

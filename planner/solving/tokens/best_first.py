@@ -8,10 +8,9 @@ by class as well, because siblings have a parent, and so a row, in common.
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from sequoia_plan.artifacts.counts import Floats, Ints
+
 NAME = "best-first"
 
 

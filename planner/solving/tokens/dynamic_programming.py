@@ -14,10 +14,9 @@ no tree has. The time is O(N^2 B D) for N nodes, B ranks and D levels.
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from sequoia_plan.artifacts.counts import Floats, Ints
+
 Solved = dict[tuple[bytes, bytes], tuple[Floats, Floats]]
 """The rows of a level and best of the level below it -> best and T of the level."""
 NAME = "dynamic program"

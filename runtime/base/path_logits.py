@@ -1,0 +1,100 @@
+"""Logits processors on a token tree: a node's logits depend on the tokens on its path."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError
+
+Path = tuple[int, ...]
+"""The tokens from below the root to a node; those of the root and before it are committed."""
+
+
+class PathProcessor(Protocol):
+    """Changes logits by the tokens before them, and by nothing else."""
+
+    def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
+        """A text begins after `prompt`."""
+
+    def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+        """The logits after each path, float32 [paths, vocabulary], in new memory."""
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The text goes on with `tokens`."""
+
+
+class PathLogits:
+    """Processors of one decoder's text: `both` change the target's and the draft's logits.
+
+    Verification is exact for any probabilities of the draft; what `both` forbid is not drawn.
+    """
+
+    def __init__(
+        self, both: Sequence[PathProcessor], target_only: Sequence[PathProcessor], vocabulary: int
+    ) -> None:
+        self.both, self.all, self.vocabulary = both, (*both, *target_only), vocabulary
+        self.without_token: set[int] = set()
+
+    def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
+        """A text begins after `prompt`."""
+        for processor in self.all:
+            processor.begin(prompt, end_tokens)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The text goes on with `tokens`."""
+        for processor in self.all:
+            processor.commit(tokens)
+
+    def of_target(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+        """float32 [paths, vocabulary] from the target's logits after all nodes of a tree."""
+        processed, has_token = _process(self.all, paths, logits.float())
+        self.without_token = set((~has_token).nonzero().flatten().tolist())
+        return processed
+
+    def of_draft(self, paths: Sequence[Path], logits: Tensor, d2t: Tensor | None) -> Tensor:
+        """float32 [paths, draft vocabulary] from the draft's logits."""
+        width = logits.shape[1]
+        tokens = torch.arange(width, device=logits.device) if d2t is None else d2t
+        scattered = logits.new_full((len(paths), max(width, self.vocabulary)), -torch.inf)
+        scattered = scattered.float().index_copy(1, tokens, logits.float())
+        processed = _process(self.both, paths, scattered)[0].index_select(1, tokens)
+        # where no token of the draft is left, any is as good: the target accepts none of them
+        has_token = processed.amax(-1, keepdim=True) > -torch.inf
+        return torch.where(has_token, processed, logits.float())
+
+    def check(self, nodes: Iterable[int], length: int) -> None:
+        """Raise SequoiaPlanError if no token was left after one of the accepted nodes.
+
+        `length`: the slot of the root.
+        """
+        for place, node in enumerate(nodes):
+            if node in self.without_token:
+                names = ", ".join(type(processor).__name__ for processor in self.all)
+                raise SequoiaPlanError(
+                    f"logits: {names} left no token after token {length + 1 + place} of the text, "
+                    "expected at least one"
+                )
+
+
+def paths_of(tokens: Sequence[int], parents: Sequence[int], nodes: Iterable[int]) -> list[Path]:
+    """The paths of nodes; `tokens` are those of all nodes, and each has its parent in `parents`."""
+
+    def path(node: int) -> Path:
+        return (*path(parents[node]), tokens[node]) if node else ()
+
+    return [path(node) for node in nodes]
+
+
+def _process(
+    processors: Iterable[PathProcessor], paths: Sequence[Path], logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Processed logits, unchanged where no token is left; bool [paths], whether one is."""
+    processed = logits
+    for processor in processors:
+        processed = processor(paths, processed)
+    has_token = ~processed.amax(-1).isneginf()
+    return torch.where(has_token[:, None], processed, logits), has_token

@@ -1,0 +1,115 @@
+"""Structured output: texts of a JSON schema, a regular expression or a grammar, by xgrammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.runtime.base.path_logits import Path
+
+_compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""xgrammar's compiler for each tokenizer; it has read the whole vocabulary."""
+
+
+class Grammar:
+    """Lets through the tokens that continue a text of a grammar (see `PathProcessor`).
+
+    Args:
+        tokenizer: the target's.
+        json_schema: a JSON schema, as text or as a dictionary.
+        regex: a regular expression that the whole text matches.
+        ebnf: a grammar in xgrammar's notation (GBNF), whose first rule is `root`.
+
+    Raises:
+        ArgumentError: if not exactly one of the three is given, it cannot be compiled, or xgrammar
+            is not installed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        json_schema: str | Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        ebnf: str | None = None,
+    ) -> None:
+        given = {"json_schema": json_schema, "regex": regex, "grammar": ebnf}
+        sources = {name: source for name, source in given.items() if source is not None}
+        if len(sources) != 1:
+            raise ArgumentError(
+                f"grammar: found {', '.join(sources) or 'none'}, expected one of {', '.join(given)}"
+            )
+        [(kind, source)] = sources.items()
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ArgumentError(
+                f"{kind}: needs xgrammar, which is not installed; pip install "
+                "'sequoia-plan[grammar]'"
+            ) from error
+        try:
+            if tokenizer not in _compilers:
+                info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+                _compilers[tokenizer] = xgrammar.GrammarCompiler(info)
+            compile_source = getattr(_compilers[tokenizer], f"compile_{kind}")
+            text = source if isinstance(source, str) else json.dumps(source)
+            self.compiled = compile_source(text)
+        except (ValueError, RuntimeError, TypeError) as error:
+            reason = re.sub(r"^\[.*?\] \S+: ", "", str(error).strip().splitlines()[-1])
+            raise ArgumentError(f"{kind}: found {source!s:.60}: {reason}") from error
+        self.xgrammar, self.vocabulary = xgrammar, len(tokenizer)
+        self.matcher = xgrammar.GrammarMatcher(self.compiled)
+        self.masks: dict[Path, Tensor | None] = {}
+
+    def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
+        """See `PathProcessor`: `end_tokens` may end a whole text of the grammar."""
+        ends = [token for token in end_tokens if token < self.vocabulary] or None
+        self.matcher = self.xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
+        self.masks = {}
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """See `PathProcessor`."""
+        for token in tokens:
+            if not self.matcher.is_terminated():
+                self.matcher.accept_token(token)
+        self.masks = {}
+
+    def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+        """See `PathProcessor`: logits after a path that leaves the grammar stay as they are."""
+        processed = logits.clone()
+        masks_by_row = {row: self._mask(path) for row, path in enumerate(paths)}
+        masks_of_rows = {row: mask for row, mask in masks_by_row.items() if mask is not None}
+        if rows := list(masks_of_rows):
+            masks = torch.cat(list(masks_of_rows.values())).to(logits.device)
+            allowed = processed[rows, : self.vocabulary]
+            self.xgrammar.apply_token_bitmask_inplace(allowed, masks)
+            processed[rows] = -torch.inf  # a head may have more rows than there are tokens
+            processed[rows, : self.vocabulary] = allowed
+        return processed
+
+    def _mask(self, path: Path) -> Tensor | None:
+        """int32 [1, vocabulary / 32]: a bit for each token; None off the grammar, or at its end.
+
+        A mask is made once a step, for the draft and the target.
+        """
+        if path not in self.masks:
+            num_accepted, matcher = 0, self.matcher
+            for token in path:
+                if matcher.is_terminated() or not matcher.accept_token(token):
+                    break
+                num_accepted += 1
+            mask = None
+            if num_accepted == len(path) and not matcher.is_terminated():
+                mask = self.xgrammar.allocate_token_bitmask(1, self.vocabulary)
+                matcher.fill_next_token_bitmask(mask)
+            if num_accepted:
+                matcher.rollback(num_accepted)
+            self.masks[path] = mask
+        return self.masks[path]

@@ -1,0 +1,109 @@
+"""transformers' logits processors on the paths of a token tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process
+
+from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.runtime.base.path_logits import Path
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""(token ids int64 [rows, length], scores float32 [rows, vocabulary]) -> scores."""
+
+
+WARPERS = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopHLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+)
+"""Processors that depend on scores alone. transformers has them last."""
+
+
+def split_at_warpers(processors: Sequence[Processor]) -> tuple[list[Any], list[Any]]:
+    """What changes the logits of target and draft, and, from the first warper on, the target's."""
+    is_warper = [isinstance(processor, WARPERS) for processor in processors]
+    first = is_warper.index(True) if any(is_warper) else len(is_warper)
+    return list(processors[:first]), list(processors[first:])
+
+
+class LogitsProcessors:
+    """Processors one after the other, as `LogitsProcessorList` runs them (see `PathProcessor`).
+
+    Raises:
+        ArgumentError: if one does not give the same scores when it is called again.
+    """
+
+    def __init__(self, processors: Sequence[Processor]) -> None:
+        self.processors, self.text, self.were_repeated = processors, list[int](), False
+
+    def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
+        """See `PathProcessor`."""
+        self.text = list(prompt)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """See `PathProcessor`."""
+        self.text.extend(tokens)
+
+    def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+        """See `PathProcessor`: paths of one length are a batch."""
+        processed = logits.clone()
+        for length in sorted({len(path) for path in paths}):
+            rows = [row for row, path in enumerate(paths) if len(path) == length]
+            ids = torch.tensor([[*self.text, *paths[row]] for row in rows], device=logits.device)
+            scores = logits[rows]
+            for processor in self.processors:
+                if not self.were_repeated:
+                    check_repeats(processor, ids, scores)
+                scores = _in_batches(processor, ids, scores)
+            processed[rows] = scores.float()
+            self.were_repeated = True
+        return processed
+
+
+def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> None:
+    """Refuse a processor that counts its calls or keeps what it was given."""
+    first, state = _in_batches(processor, ids, scores), _state(processor)
+    try:
+        again = _in_batches(processor, ids, scores)
+        repeats = torch.equal(first, again) and _state(processor) == state
+    except Exception:
+        repeats = False
+    if not repeats:
+        name = getattr(processor, "__name__", type(processor).__name__)
+        raise ArgumentError(
+            f"logits_processor: {name} changes from call to call, expected a function of token "
+            "ids and scores, which a tree calls once for each node; leave it out (a grammar is "
+            "given as constraint=Grammar(...))"
+        )
+
+
+def _in_batches(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores of all rows; what may tell rows of a batch apart gets one row at a time."""
+    kind = type(processor)
+    takes_rows = kind is not logits_process.PrefixConstrainedLogitsProcessor
+    if takes_rows and kind.__module__ == logits_process.__name__:
+        return processor(ids, scores.clone())
+    return torch.cat([processor(*row) for row in _rows(ids, scores.clone())])
+
+
+def _rows(ids: Tensor, scores: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of one row."""
+    return zip(ids.split(1), scores.split(1), strict=True)
+
+
+def _state(processor: Any) -> dict[str, Any]:
+    """What changes when a processor keeps something in its attributes."""
+    return {
+        name: value.sum().item() if isinstance(value, Tensor) else repr(value)
+        for name, value in getattr(processor, "__dict__", {}).items()
+    }

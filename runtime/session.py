@@ -1,0 +1,40 @@
+"""A text that goes on: a conversation, or several continuations of one prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.runtime.generation import Generation, read_prompt
+
+
+class Session:
+    """A decoder and the token ids of one text, which the decoder's caches hold between turns.
+
+    Whatever else the decoder generates meanwhile is right, too; the text is then read again.
+    """
+
+    def __init__(self, decoder: Any, prompt: Any = ()) -> None:
+        self.decoder, self.ids = decoder, list[int]()
+        if len(prompt):
+            self.say(prompt)
+
+    def say(self, prompt: Any) -> None:
+        """Add text or token ids; they are read when the text is continued."""
+        tokenizer = self.decoder.tokenizer
+        if isinstance(prompt, str) and tokenizer is not None and self.ids:
+            prompt = tokenizer(prompt, add_special_tokens=False)  # it begins no text
+        model = self.decoder.step.models.models[0]
+        self.ids += read_prompt(prompt, tokenizer, None, model).tolist()
+
+    def generate(self, max_new_tokens: int = 128, **settings: Any) -> Generation:
+        """Continue the text; `settings` are those of `SequoiaDecoder.generate`."""
+        result = self.decoder.generate(self.ids, max_new_tokens, reuse_prefix=True, **settings)
+        self.ids = result.sequences[0].tolist()
+        return result
+
+    def rewind(self, num_tokens: int) -> None:
+        """Take the last tokens back."""
+        if not 0 <= num_tokens <= len(self.ids):
+            raise ArgumentError(f"num_tokens: found {num_tokens!r}, expected 0 to {len(self.ids)}")
+        del self.ids[len(self.ids) - num_tokens :]

@@ -1,0 +1,321 @@
+"""Logits processors and grammars on a tree's paths, log-probabilities, and texts that go on."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from architectures import plain_text, resembling, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from toys import SMALL_TREES, TREE, ToyModel
+from transformers.generation import logits_process as processors
+
+from drafts import KINDS, small_pair
+from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.runtime import Grammar, Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.base import path_logits
+from sequoia_plan.runtime.verify import VERIFIERS
+
+IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
+PLAIN = TokenTree.chain(1)
+CLOSE = dict(atol=1e-4, rtol=1e-4)  # the compiled pass against transformers
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny("Llama")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return resembling(target, 0.05)
+
+
+def inside(target, draft, **options):
+    options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0) | options
+    return target.generate(IDS, custom_generate=sequoia, draft=draft, tree=TREE, **options)
+
+
+# the distribution
+
+
+class NotAgain:
+    """Forbids a token that follows itself, and one that depends on the token before it."""
+
+    def __call__(self, ids, scores):
+        last = ids[:, -1:]
+        return scores.scatter(1, torch.cat([last, (last * 3 + 1) % 8], 1), -torch.inf)
+
+
+def law(target, prompt, count):
+    """float64 [8, 8, 8]: the probabilities of three tokens with the processor, by definition."""
+    laws = np.ones((8,) * count)
+    for text in np.ndindex(*laws.shape):
+        for place in range(count):
+            ids = torch.tensor([[*prompt, *text[:place]]])
+            probs = torch.softmax(NotAgain()(ids, target(ids).logits[:, -1]).double(), -1)
+            laws[text] *= float(probs[0, text[place]])
+    return laws
+
+
+def p_value(tree, runs=1500, covered=None, **settings):
+    """Chi-square of a decoder's first three tokens against the law; 0 for a forbidden text."""
+    target = ToyModel(0)
+    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), tree)
+    prompt = [3, 1, 4]
+    expected = law(target, prompt, 3)
+    observed = np.zeros_like(expected)
+    sampling = Sampling(1.0, **settings)
+    for seed in range(runs):
+        result = decoder.generate(
+            prompt, 3, seed=seed, sampling=sampling, logits_processor=[NotAgain()]
+        )
+        observed[tuple(result.sequences[0, 3:].tolist())] += 1
+    expected *= runs
+    if observed[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    pooled = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
+    return chisquare(*pooled).pvalue
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_processor_counts_along_each_path(verifier):
+    assert p_value(TREE, verifier=verifier) > 1e-3
+
+
+def test_a_processor_and_a_draft_that_covers_part_of_the_vocabulary():
+    assert p_value(SMALL_TREES["binary"], covered=[0, 2, 3, 5]) > 1e-3
+
+
+def test_with_the_roots_state_for_all_nodes_the_law_is_another(monkeypatch):
+    monkeypatch.setattr(
+        "sequoia_plan.runtime.step.paths_of", lambda tokens, parents, nodes: [() for _ in nodes]
+    )
+    assert p_value(TREE, 300) < 1e-9
+
+
+def test_forbidden_children_are_not_drawn(monkeypatch):
+    """Without the processor for the draft the law is the same, with fewer tokens a step."""
+    target = ToyModel(0)
+    decoder = SequoiaDecoder(target, target, TREE)
+    options = dict(max_new_tokens=200, temperature=1.0, logits_processor=[NotAgain()])
+    steps = [sum(decoder.generate([3], seed=s, **options).steps for s in range(3))]
+    monkeypatch.setattr(path_logits.PathLogits, "of_draft", lambda self, paths, logits, d2t: logits)
+    steps.append(sum(decoder.generate([3], seed=s, **options).steps for s in range(3)))
+    assert steps[0] < steps[1]
+
+
+# as transformers: each row of the table in docs/huggingface.md
+
+FOLLOWED = {
+    "repetition_penalty": 1.7,
+    "encoder_repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[4, 5], [9], [60]],
+    "sequence_bias": [[[9], 2.0], [[30, 9], -4.0]],
+    "min_length": 12,
+    "min_new_tokens": 9,
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 11,
+    "exponential_decay_length_penalty": (5, 1.5),
+    "begin_suppress_tokens": list(range(40)),
+    "suppress_tokens": list(range(60)),
+    "watermarking_config": {"bias": 3.0},
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    "prefix_allowed_tokens_fn": lambda batch, ids: range(batch, 10 + int(ids[-1]) % 50),
+}
+WARPERS = {
+    "typical_p": 0.7,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.02,
+    "top_h": 0.6,
+    "top_p": 0.7,
+    "top_k": 7,
+    "min_p": 0.05,
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_settings_that_transformers_makes_processors_of(name, target, draft):
+    options = {name: FOLLOWED[name], "eos_token_id": 11}
+    expected = plain_text(target, IDS, NEW, **options)
+    assert inside(target, draft, **options).equal(expected)
+
+
+@pytest.mark.parametrize("name", [*WARPERS, "object", "repetition_penalty"])
+def test_scores_are_those_of_transformers(name, target, draft):
+    """Of a sampled text."""
+    options = dict(do_sample=True, temperature=0.9, top_k=0, output_scores=True)
+    options |= dict(output_logits=True, return_dict_in_generate=True, max_new_tokens=NEW)
+    if name == "object":
+        options["logits_processor"] = [processors.TopKLogitsWarper(5)]
+    else:
+        options[name] = (WARPERS | FOLLOWED)[name]
+    ours = inside(target, draft, seed=3, **options)
+
+    logits = target(ours.sequences[:, :-1]).logits[0, 3:]
+    assert len(ours.scores) == len(ours.logits) == NEW == len(logits)
+    torch.testing.assert_close(torch.cat(ours.logits), logits, **CLOSE)
+    own = hf.LogitsProcessorList(options.pop("logits_processor", []))
+    config = hf.GenerationConfig(**options)
+    made = target._get_logits_processor(config, input_ids_seq_length=4, logits_processor=own)
+    for place, scores in enumerate(ours.scores):
+        expected = made(ours.sequences[:, : 4 + place], logits[place : place + 1].clone())
+        torch.testing.assert_close(scores, expected, **CLOSE)
+        assert scores[0, ours.sequences[0, 4 + place]] > -torch.inf
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.8)], ids=str)
+def test_log_probabilities_are_those_of_plain_decoding(sampling, target, draft):
+    options = dict(max_new_tokens=NEW, sampling=sampling, seed=1, logprobs=3)
+    result = SequoiaDecoder(target, draft, TREE).generate(IDS, **options)
+    plain = SequoiaDecoder(target, None, PLAIN).generate(IDS, **options)
+    if sampling.greedy:
+        torch.testing.assert_close(result.logprobs, plain.logprobs, **CLOSE)
+    with torch.no_grad():
+        logits = target(result.sequences[:, :-1].clone()).logits[0, 3:]
+    expected = sampling.scores(logits).log_softmax(-1)
+    torch.testing.assert_close(
+        result.logprobs, expected.gather(1, result.sequences[0, 4:, None])[:, 0], **CLOSE
+    )
+    torch.testing.assert_close(result.top_logprobs, expected.topk(3).values, **CLOSE)
+    assert result.top_tokens.shape == (NEW, 3) and result.scores is result.logits is None
+
+
+def test_several_sequences_of_one_prompt(target, draft):
+    options = dict(do_sample=True, top_k=0, seed=5, eos_token_id=[3, 9, 40])
+    several = inside(target, draft, num_return_sequences=4, **options)
+    for number, row in enumerate(several):
+        alone = inside(target, draft, **options | dict(seed=5 + number))[0]
+        assert row[: len(alone)].equal(alone) and not row[len(alone) :].any()
+
+
+# grammars, with the real pair
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.fixture(scope="module")
+def decoders(pair):
+    pytest.importorskip("xgrammar")
+    return [
+        SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
+        for tree in (TREE, PLAIN)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_a_grammar_shapes_the_text(decoders, temperature):
+    tree, plain = decoders
+    constraint = Grammar(tree.tokenizer, json_schema=SCHEMA)
+    options = dict(max_new_tokens=96, temperature=temperature, constraint=constraint)
+    for seed, prompt in enumerate(["A person as JSON:", "Somebody:"]):
+        result = tree.generate(prompt, seed=seed, **options)
+        if result.finish_reason == "eos":
+            person = json.loads(result.text)
+            assert set(person) == {"name", "age"} and isinstance(person["age"], int)
+        if not temperature:
+            assert result.sequences.equal(plain.generate(prompt, **options).sequences)
+
+
+def test_a_regular_expression_and_a_grammar_in_its_own_notation(decoders):
+    tree, _ = decoders
+    number = Grammar(tree.tokenizer, regex=r"[0-9]{3}-[0-9]{4}")
+    assert [len(part) for part in tree.generate("Call", constraint=number).text.split("-")] == [
+        3,
+        4,
+    ]
+    yes = Grammar(tree.tokenizer, ebnf='root ::= "yes" | "no"')
+    assert tree.generate("Is it?", constraint=yes, temperature=2.0).text in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (dict(regex="(["), r"regex: found \(\[: Regex parsing error"),
+        (dict(json_schema="{"), "json_schema: found {: .*Failed to parse JSON"),
+        (dict(json_schema=SCHEMA, regex="a"), "found json_schema, regex, expected one of"),
+        ({}, "grammar: found none, expected one of"),
+    ],
+)
+def test_grammars_that_are_refused(decoders, source, message):
+    with pytest.raises(ArgumentError, match=message):
+        Grammar(decoders[0].tokenizer, **source)
+
+
+# a text that goes on
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), st.lists(st.integers(0, 90), min_size=1, max_size=20)),
+        st.tuples(st.just("generate"), st.integers(1, 20)),
+        st.tuples(st.just("rewind"), st.integers(0, 60)),
+    ),
+    min_size=3,
+    max_size=8,
+)
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "compiled"])
+def going_on(request):
+    """Two decoders of the same models: one for texts that go on, one that reads them anew."""
+    if request.param == "compiled":
+        pair = request.getfixturevalue("pair")
+        models = pair.target, pair.draft
+    else:
+        models = small_pair(request.param, vocabulary=96)
+    return [SequoiaDecoder(*models, TREE) for _ in range(2)]
+
+
+@settings(max_examples=40)
+@given(MOVES, st.sampled_from([0.0, 0.8]))
+def test_a_text_that_goes_on_is_what_reading_it_anew_gives(going_on, moves, temperature):
+    """Also in its number of steps: the draft is as good as a freshly primed one."""
+    decoder, fresh = going_on
+    session = decoder.start([1, 2, 3])
+    for seed, (move, value) in enumerate(moves):
+        if move == "say":
+            session.say(value)
+        elif move == "rewind":
+            session.rewind(min(value, len(session.ids) - 1))
+        else:
+            before = list(session.ids)
+            options = dict(temperature=temperature, seed=seed, eos_token_id=())
+            result = session.generate(value, **options)
+            expected = fresh.generate(before, value, **options)
+            assert result.sequences.equal(expected.sequences)
+            assert result.steps == expected.steps
+            assert decoder.step.sequence.num_read >= len(before) - 1
+
+
+def test_only_what_is_new_is_read(going_on, monkeypatch):
+    decoder, _ = going_on
+    session, widths = decoder.start([1, 2, 3] * 20), []
+    target = decoder.step.target
+    call = type(target).__call__
+
+    def counting(self, cache, tokens, *args, **options):
+        widths.append((self is target) * tokens.numel())
+        return call(self, cache, tokens, *args, **options)
+
+    monkeypatch.setattr(type(target), "__call__", counting)
+    session.generate(8, eos_token_id=())
+    session.say([4, 5])
+    widths.clear()
+    session.generate(8, eos_token_id=())
+    assert max(widths) <= TREE.size  # three tokens are new, one of them the root
+    with torch.no_grad():
+        decoder.step.models.models[0].get_input_embeddings().weight.mul_(1.0)  # may be another one
+    session.generate(8, eos_token_id=())
+    assert max(widths) > 60
