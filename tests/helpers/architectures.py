@@ -121,6 +121,7 @@ READS_TREES = {
     "Ernie 4.5 MoE": (hf.Ernie4_5_MoeForCausalLM, dict(EXPERTS, moe_num_shared_experts=1)),
     "Hunyuan": (hf.HunYuanDenseV1ForCausalLM, GROUPED),
     "Hunyuan MoE": (hf.HunYuanMoEV1ForCausalLM, EXPERTS),
+    "Mellum": (hf.MellumForCausalLM, WINDOWED_EXPERTS),
     "MiniMax-M2": (hf.MiniMaxM2ForCausalLM, EXPERTS),
     "MiMo-V2": (hf.MiMoV2FlashForCausalLM, dict(WINDOWED_EXPERTS, v_head_dim=4)),
     "Mistral 3": (

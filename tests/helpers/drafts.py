@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mtp import checkpoint
 from paths import DATA
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -16,6 +17,8 @@ from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
+from sequoia_plan.runtime.draft.mtp import load_mtp
+from sequoia_plan.runtime.models.loading import load_whole
 
 VOCABULARY, HIDDEN, LAYERS = 48, 16, 4
 
@@ -193,7 +196,7 @@ def copy_with_its_cache(target, spread):
     return draft
 
 
-KINDS = ["language model", "int8", *PARTS]
+KINDS = ["language model", "int8", "MTP", *PARTS]
 
 
 def small_pair(kind, vocabulary=VOCABULARY, **settings):
@@ -212,4 +215,8 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
         own = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
         settings |= own.get(kind, {})
     with tempfile.TemporaryDirectory() as folder:
+        if kind == "MTP":
+            checkpoint(Path(folder), "GLM-4-MoE", vocab_size=vocabulary)
+            target = load_whole(Path(folder), torch.float32)
+            return target, load_mtp(target)
         return target, load(write(Path(folder) / kind, *PARTS[kind](target, **settings)), target)

@@ -18,7 +18,7 @@ from sequoia_plan.runtime.huggingface import sequoia
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.forward import TreeModel
 
-DRAFTS = [*PARTS, "int8"]
+DRAFTS = [*PARTS, "MTP", "int8"]
 TREES = [
     TokenTree.chain(2),
     TokenTree.chain(5),

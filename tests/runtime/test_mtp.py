@@ -1,0 +1,104 @@
+"""Multi-token-prediction heads that are in the target's checkpoint, as drafts."""
+
+import json
+
+import pytest
+import torch
+from mtp import FAMILIES, checkpoint
+from safetensors.torch import load_file, save_file
+from test_draft_models import assert_close, logits_of_tree, started
+from toys import TREE
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.draft.eagle import EagleDrafter
+from sequoia_plan.runtime.draft.mtp import load_mtp
+from sequoia_plan.runtime.models.loading import load_whole
+from sequoia_plan.runtime.models.pretrained import load_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request, tmp_path):
+    checkpoint(tmp_path, request.param)
+    target = load_whole(tmp_path, torch.float32)
+    return target, load_mtp(target)
+
+
+def transformers_head(target):
+    """transformers' own, told of the number of layers and of Qwen's heads."""
+    config = target.config
+    if not hasattr(config, "num_mtp_layers"):
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    target._keys_to_ignore_on_load_unexpected = [rf"layers\.{config.num_hidden_layers}\.", "^mtp"]
+    return MtpModel.from_pretrained(target).eval()
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(pair):
+    """On every path of a tree, after texts shorter and longer than a window and the tree."""
+    target, draft = pair
+    head, text = transformers_head(target), torch.arange(30) * 7 % 97
+    features = target.model(input_ids=text[None]).last_hidden_state[0]
+    for root in (1, 2, 20):
+        drafter, sequence = started(EagleDrafter, draft, text, features, root)
+        tokens = sequence.tokens[root : root + TREE.size] = torch.arange(TREE.size) * 5 + 1
+        logits = torch.cat(logits_of_tree(drafter, sequence, TREE))
+        for row, node in zip(logits, TREE.child_count.nonzero()[0], strict=True):
+            path = TREE.attention_mask[node].nonzero()[0]
+            ids = torch.cat([text[:root], tokens[path]])[None]
+            cache, positions = MtpCache(config=head.config), torch.arange(1, root + 1)
+            states = features[None, :root]
+            for _ in path:
+                states = head.forward_layer(
+                    0, states, positions[None], cache, input_ids=ids[:, positions]
+                )[:, -1:]
+                positions = positions[-1:] + 1
+            assert_close(row, target.lm_head(states[0, -1]))
+
+
+def test_greedy_is_the_targets_own_text(pair):
+    """With a chain where the target has a recurrent state."""
+    target, draft = pair
+    tree = TokenTree.chain(4) if "qwen" in target.config.model_type else TREE
+    expected = target.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=40, do_sample=False)
+    assert SequoiaDecoder(target, draft, tree).generate([3, 1, 4], 40).sequences.equal(expected)
+
+
+BEHIND = "model.layers.2."
+BAD = {
+    "lost": (lambda name: "layers.2." in name, {}, "num_nextn_predict_layers: 1, and its files"),
+    "none": (lambda name: BEHIND in name, {"num_nextn_predict_layers": 0}, "has no MTP head"),
+    "norm lost": (lambda name: name == BEHIND + "hnorm.weight", {}, "no tensor hnorm.weight"),
+    "part lost": (lambda name: name.startswith(BEHIND + "self_attn.q"), {}, "no tensor .*q_proj"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_checkpoint_without_its_head_is_one_line(name, tmp_path):
+    is_lost, changes, message = BAD[name]
+    checkpoint(tmp_path, "GLM-4-MoE")
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    kept = {name: tensor for name, tensor in load_file(weights).items() if not is_lost(name)}
+    save_file(kept, weights, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(SequoiaPlanError, match=message) as error:
+        load_mtp(load_whole(tmp_path, torch.float32))
+    assert "draft mtp: " in str(error.value) and "\n" not in str(error.value)
+
+
+def test_profile_solve_bench(run_briefly, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_model(None, "cpu", torch.float32)[1]
+    checkpoint(tmp_path / "glm", "GLM-4-MoE", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained("glm")
+    models = ("--target", "glm", "--draft", "mtp")
+    run_briefly("profile", *models, "--tokens", "8", "--precision", "40%", "--temperature", "1")
+    profile = Profile.load("profile.yaml")
+    assert profile.drafting == EagleDrafter.drafting
+    assert profile.models["draft"]["name"] == "mtp"
+    run_briefly("solve", "--depth", "3", "--objective", "tokens", "--budget", "6")
+    run_briefly("bench", *models, "--tree", "tree.safetensors", "--limit", "2", "--tokens", "8")
