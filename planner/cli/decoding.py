@@ -1,12 +1,14 @@
 """Commands that decode: one prompt, or many prompts by several methods."""
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import click
 
 from sequoia_plan.planner.cli.options import (
+    NAME,
     check_outputs,
     count_option,
     file_option,
@@ -27,28 +29,45 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 @model_options
 @click.option(
     "--prompt",
-    default=DEFAULT_PROMPT,
-    show_default=True,
-    help="The user's message; - reads it from stdin.",
+    help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]",
+)
+@click.option(
+    "--interactive",
+    is_flag=True,
+    help="A chat: each line of stdin is a message, until the end of stdin (Ctrl-D).",
 )
 @count_option("--max-new-tokens", default=128, text="New tokens, at most.")
 @sampling_options
+@file_option("--json-schema", text="Only texts that this JSON schema allows.")
+@click.option("--regex", type=NAME, help="Only texts that match this regular expression.")
+@file_option("--grammar", text="Only texts of this grammar (GBNF).")
 @count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
 @json_option
 def generate(
     tree_file: str,
     models: dict[str, Any],
-    prompt: str,
+    prompt: str | None,
+    interactive: bool,
     max_new_tokens: int,
     sampling: dict[str, Any],
+    json_schema: str | None,
+    regex: str | None,
+    grammar: str | None,
     seed: int,
     as_json: bool,
 ) -> None:
     """Generate text with a compiled tree."""
     from sequoia_plan.artifacts import load_tree
 
+    if interactive and (as_json or prompt == "-"):
+        raise click.UsageError("--interactive: found with --json or --prompt -, expected neither")
     tree = load_tree(tree_file)
     settings = read_sampling(sampling, tree.plan.settings)
+    sources = {
+        "json_schema": json_schema and _read_text(json_schema, "a JSON schema"),
+        "regex": regex,
+        "ebnf": grammar and _read_text(grammar, "a grammar"),
+    }
     if prompt == "-":
         prompt = _read_stdin()
     pair = load_pair(**models)
@@ -63,7 +82,7 @@ def generate(
     from transformers import TextStreamer
 
     from sequoia_plan.profiler.prompts import encode
-    from sequoia_plan.runtime import SequoiaDecoder
+    from sequoia_plan.runtime import Generation, Grammar, SequoiaDecoder
 
     class Printer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -73,19 +92,39 @@ def generate(
 
     printer = Printer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
-    generation = decoder.generate(
-        encode(pair.tokenizer, prompt),
-        max_new_tokens,
-        seed=seed,
-        streamer=None if as_json else printer,
-        sampling=settings,
-    )
+    constraint = Grammar(pair.tokenizer, **sources) if any(sources.values()) else None
+
+    def answer(messages: Any) -> Generation:
+        """Generate after the messages."""
+        return decoder.generate(
+            encode(pair.tokenizer, messages),
+            max_new_tokens,
+            seed=seed,
+            streamer=None if as_json else printer,
+            sampling=settings,
+            constraint=constraint,
+            reuse_prefix=True,
+        )
+
+    if interactive:
+        messages: list[dict[str, str]] = []
+        for message in _typed_messages(prompt):
+            messages.append({"role": "user", "content": message})
+            generation = answer(messages)
+            messages.append({"role": "assistant", "content": str(generation.text)})
+            _print_figures(generation, tree.plan.expected_tokens)
+        return
+    generation = answer(prompt or DEFAULT_PROMPT)
     if as_json:
         new_tokens = generation.sequences[0, -generation.new_tokens :].tolist()
         names = ("text", "new_tokens", "steps", "tokens_per_step", "seconds", "finish_reason")
         print_json({name: getattr(generation, name) for name in names} | {"tokens": new_tokens})
         return
-    predicted_tokens = tree.plan.expected_tokens
+    _print_figures(generation, tree.plan.expected_tokens)
+
+
+def _print_figures(generation: Any, predicted_tokens: float | None) -> None:
+    """Print the figures of a generation on stderr."""
     click.echo(
         f"[{generation.new_tokens} tokens, {generation.steps} steps, "
         f"{generation.tokens_per_step:.2f} tokens a step"
@@ -190,6 +229,30 @@ def bench(
     print_result(result)
     for path in filter(None, (report, output)):
         click.echo(f"wrote {path}")
+
+
+def _typed_messages(first: str | None) -> Iterator[str]:
+    """The first message, if there is one, and the lines of stdin that are not empty."""
+    if first:
+        yield first
+    while True:
+        try:
+            line = click.prompt("", prompt_suffix="> ", err=True, default="", show_default=False)
+        except click.Abort:  # the end of stdin
+            return
+        if line.strip():
+            yield line
+
+
+def _read_text(path: str, expected: str) -> str:
+    """Read a file of UTF-8 text."""
+    from sequoia_plan.artifacts import SequoiaPlanError
+    from sequoia_plan.artifacts.files import read_bytes
+
+    try:
+        return read_bytes(path, expected).decode()
+    except UnicodeDecodeError as error:
+        raise SequoiaPlanError(f"{path}: not UTF-8 text; expected {expected}") from error
 
 
 def _read_stdin() -> str:
