@@ -150,7 +150,7 @@ class ForcedAcceptance:
             draft_logits = logits_over_text(
                 self.drafter, step.sequence, slots, levels_read[start:end], output.hidden_states
             )
-            is_read = torch.from_numpy((positions >= 0) & is_counted[positions])
+            is_read = torch.from_numpy((positions >= 0) & is_counted[positions.clip(0)])
             positions = positions[is_read.numpy()]
             children = DrawnChildren.draw(
                 output.logits[is_read],

@@ -158,8 +158,9 @@ model_options = options(
             type=NAME,
             help="Draft model; or a folder of an EAGLE or DFlash draft as published (its "
             "config.json says which); or a draft .safetensors made for the target; or int8: a "
-            "copy of the target in 8 bits (a folder of that name is ./int8); or mtp: the multi-token-"
-            "prediction head in the target's checkpoint; or none, for trees that only look up; or smollm2-135m-draft: the embedded language model of two layers. "
+            "copy of the target in 8 bits (a folder of that name is ./int8); or mtp: the "
+            "multi-token-prediction head in the target's checkpoint; or none, for trees that only "
+            "look up; or smollm2-135m-draft: the embedded language model of two layers. "
             "[default: smollm2-135m-eagle3, the embedded draft that reads the target's hidden "
             "states]",
         ),

@@ -12,6 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft import self_draft
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
@@ -220,3 +223,34 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
             target = load_whole(Path(folder), torch.float32)
             return target, load_mtp(target)
         return target, load(write(Path(folder) / kind, *PARTS[kind](target, **settings)), target)
+
+
+def started(drafter_class, draft, text, features, committed):
+    """A drafter, and a sequence whose prompt is `text`, read up to `committed` in two chunks.
+
+    The target's hidden states are `features`.
+    """
+    drafter = drafter_class(draft, draft.get_output_embeddings().out_features, draft.d2t)
+    sequence = SequenceState(torch.device("cpu"))
+    sequence.reserve(64, drafter.new_cache, drafter.new_cache)
+    sequence.tokens[: text.numel()] = text
+    sequence.length.fill_(committed)
+    drafter.prefill(sequence.draft, text[:committed], 0)
+    for slots in torch.arange(committed).split(committed - 3 if committed > 4 else committed):
+        mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
+        drafter.prefill_hidden_states(sequence.draft, text[slots], slots, mask, features[slots])
+    return drafter, sequence
+
+
+def logits_of_tree(drafter, sequence, tree):
+    """Logits of each pass of a tree whose tokens are in the sequence."""
+    tensors = TreeTensors.of(tree, "cpu", torch.float32)
+    columns, logits, output = tensors.columns(sequence.length, 64), [], None
+    for draft_pass in drafter.passes(tree, tensors):
+        output = drafter.forward(draft_pass, sequence, columns, output)
+        logits.append(output.logits)
+    return logits
+
+
+def assert_close(logits, expected):
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)

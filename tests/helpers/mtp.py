@@ -26,7 +26,7 @@ FAMILIES = {
 def checkpoint(folder, family, **changes):
     """Writes a target with a head: its last layer, and what a head has beside a layer."""
     if family.startswith("Qwen"):
-        types = ["full_attention", "linear_attention", "full_attention"]
+        types = ["linear_attention", "full_attention", "full_attention"]
         changes |= {"num_hidden_layers": 3, "layer_types": types}
     model = tiny(family, **changes)
     model.lm_head.weight.data.mul_(0.2)  # logits of about 1

@@ -6,11 +6,11 @@ import pytest
 import torch
 from mtp import FAMILIES, checkpoint
 from safetensors.torch import load_file, save_file
-from test_draft_models import assert_close, logits_of_tree, started
 from toys import TREE
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from drafts import assert_close, logits_of_tree, started
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
@@ -68,25 +68,31 @@ def test_greedy_is_the_targets_own_text(pair):
     assert SequoiaDecoder(target, draft, tree).generate([3, 1, 4], 40).sequences.equal(expected)
 
 
-BEHIND = "model.layers.2."
 BAD = {
-    "lost": (lambda name: "layers.2." in name, {}, "num_nextn_predict_layers: 1, and its files"),
-    "none": (lambda name: BEHIND in name, {"num_nextn_predict_layers": 0}, "has no MTP head"),
-    "norm lost": (lambda name: name == BEHIND + "hnorm.weight", {}, "no tensor hnorm.weight"),
-    "part lost": (lambda name: name.startswith(BEHIND + "self_attn.q"), {}, "no tensor .*q_proj"),
+    "lost": ("layers.2.", None, {}, "num_nextn_predict_layers: 1, and its files"),
+    "none": ("layers.2.", None, {"num_nextn_predict_layers": 0}, "has no MTP head"),
+    "a norm lost": ("2.hnorm", None, {}, "no tensor hnorm.weight"),
+    "a projection lost": ("2.self_attn.q", None, {}, "no tensor .*q_proj"),
+    "another width": ("2.eh_proj", torch.ones(3, 32), {}, "cannot be built"),
+    "unknown": ("no name", torch.ones(3), {}, "has a tensor .*layers.0.more"),
+    "two": ("no name", torch.ones(3), {"num_hidden_layers": 1}, "2 MTP heads"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_checkpoint_without_its_head_is_one_line(name, tmp_path):
-    is_lost, changes, message = BAD[name]
+    part, other, changes, message = BAD[name]
     checkpoint(tmp_path, "GLM-4-MoE")
+    target = load_whole(tmp_path, torch.float32)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    kept = {name: tensor for name, tensor in load_file(weights).items() if not is_lost(name)}
-    save_file(kept, weights, {"format": "pt"})
+    tensors = {n: t for n, t in load_file(weights).items() if part not in n}
+    if other is not None:
+        tensors |= {f"model.layers.{part}.weight".replace("no name", "2.more"): other}
+    save_file(tensors, weights, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    target.config.num_hidden_layers = changes.get("num_hidden_layers", 2)
     with pytest.raises(SequoiaPlanError, match=message) as error:
-        load_mtp(load_whole(tmp_path, torch.float32))
+        load_mtp(target)
     assert "draft mtp: " in str(error.value) and "\n" not in str(error.value)
 
 
