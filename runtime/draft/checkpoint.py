@@ -131,7 +131,7 @@ def _algorithm_of(config: Mapping[str, Any], folder: str) -> str | None:
 def _has_fc(folder: Path) -> bool:
     """Has the model a matrix `fc`, as an EAGLE-1 draft whose config.json says it is a Llama?"""
     try:
-        for file in weight_files(folder):
+        for file in _weight_files(folder):
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as opened:
                     names = opened.keys()
@@ -147,7 +147,7 @@ def _has_fc(folder: Path) -> bool:
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a draft's files by name."""
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(folder):
+    for file in _weight_files(folder):
         try:
             if file.suffix == ".safetensors":
                 tensors |= load_file(file)
@@ -167,6 +167,6 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     """A folder's *.safetensors, else its pytorch_model*.bin."""
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
