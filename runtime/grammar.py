@@ -66,7 +66,7 @@ class Grammar:
             raise ArgumentError(f"{kind}: found {source!s:.60}: {reason}") from error
         self.xgrammar, self.vocabulary = xgrammar, len(tokenizer)
         self.matcher = xgrammar.GrammarMatcher(self.compiled)
-        self.masks: dict[Path, Tensor | None] = {}
+        self.masks: dict[Path, Tensor] = {}
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
         """See `PathProcessor`: `end_tokens` may end a whole text of the grammar."""
@@ -83,31 +83,26 @@ class Grammar:
 
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """See `PathProcessor`: logits after a path that leaves the grammar stay as they are."""
-        processed = logits.clone()
-        masks_by_row = {row: self._mask(path) for row, path in enumerate(paths)}
-        masks_of_rows = {row: mask for row, mask in masks_by_row.items() if mask is not None}
-        if rows := list(masks_of_rows):
-            masks = torch.cat(list(masks_of_rows.values())).to(logits.device)
-            allowed = processed[rows, : self.vocabulary]
-            self.xgrammar.apply_token_bitmask_inplace(allowed, masks)
-            processed[rows] = -torch.inf  # a head may have more rows than there are tokens
-            processed[rows, : self.vocabulary] = allowed
-        return processed
+        masks = torch.cat([self._mask(path) for path in paths]).to(logits.device)
+        self.xgrammar.apply_token_bitmask_inplace(logits, masks, vocab_size=self.vocabulary)
+        if logits.shape[1] > self.vocabulary:  # a head may have more rows than there are tokens
+            is_free = (masks == -1).all(-1)
+            logits[~is_free, self.vocabulary :] = -torch.inf
+        return logits
 
-    def _mask(self, path: Path) -> Tensor | None:
-        """int32 [1, vocabulary / 32]: a bit for each token; None off the grammar, or at its end.
+    def _mask(self, path: Path) -> Tensor:
+        """int32 [1, vocabulary / 32]: a bit for each token; all, off the grammar and at its end.
 
         A mask is made once a step, for the draft and the target.
         """
         if path not in self.masks:
             num_accepted, matcher = 0, self.matcher
+            mask = self.xgrammar.allocate_token_bitmask(1, self.vocabulary)
             for token in path:
                 if matcher.is_terminated() or not matcher.accept_token(token):
                     break
                 num_accepted += 1
-            mask = None
             if num_accepted == len(path) and not matcher.is_terminated():
-                mask = self.xgrammar.allocate_token_bitmask(1, self.vocabulary)
                 matcher.fill_next_token_bitmask(mask)
             if num_accepted:
                 matcher.rollback(num_accepted)

@@ -56,7 +56,6 @@ class LogitsProcessors:
 
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """See `PathProcessor`: paths of one length are a batch."""
-        processed = logits.clone()
         for length in sorted({len(path) for path in paths}):
             rows = [row for row, path in enumerate(paths) if len(path) == length]
             ids = torch.tensor([[*self.text, *paths[row]] for row in rows], device=logits.device)
@@ -65,9 +64,9 @@ class LogitsProcessors:
                 if not self.were_repeated:
                     check_repeats(processor, ids, scores)
                 scores = _in_batches(processor, ids, scores)
-            processed[rows] = scores.float()
+            logits[rows] = scores.float()
             self.were_repeated = True
-        return processed
+        return logits
 
 
 def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> None:

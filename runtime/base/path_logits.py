@@ -21,7 +21,7 @@ class PathProcessor(Protocol):
         """A text begins after `prompt`."""
 
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
-        """The logits after each path, float32 [paths, vocabulary], in new memory."""
+        """The logits after each path, float32 [paths, vocabulary]; `logits` may be changed."""
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The text goes on with `tokens`."""
@@ -51,9 +51,10 @@ class PathLogits:
 
     def of_target(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """float32 [paths, vocabulary] from the target's logits after all nodes of a tree."""
-        processed, has_token = _process(self.all, paths, logits.float())
-        self.without_token = set((~has_token).nonzero().flatten().tolist())
-        return processed
+        processed = logits.float().clone()
+        for processor in self.all:
+            processed = processor(paths, processed)
+        return self._where_a_token_is_left(processed, logits)
 
     def of_draft(self, paths: Sequence[Path], logits: Tensor, d2t: Tensor | None) -> Tensor:
         """float32 [paths, draft vocabulary] from the draft's logits."""
@@ -61,10 +62,18 @@ class PathLogits:
         tokens = torch.arange(width, device=logits.device) if d2t is None else d2t
         scattered = logits.new_full((len(paths), max(width, self.vocabulary)), -torch.inf)
         scattered = scattered.float().index_copy(1, tokens, logits.float())
-        processed = _process(self.both, paths, scattered)[0].index_select(1, tokens)
+        for processor in self.both:
+            scattered = processor(paths, scattered)
         # where no token of the draft is left, any is as good: the target accepts none of them
-        has_token = processed.amax(-1, keepdim=True) > -torch.inf
-        return torch.where(has_token, processed, logits.float())
+        return self._where_a_token_is_left(scattered.index_select(1, tokens), logits)
+
+    def _where_a_token_is_left(self, processed: Tensor, logits: Tensor) -> Tensor:
+        """Processed logits, and other ones for the rows where no token is left, which are noted."""
+        has_none = processed.amax(-1).isneginf()
+        self.without_token = set(has_none.nonzero().flatten().tolist())
+        if not self.without_token:
+            return processed
+        return torch.where(has_none[:, None], logits.float(), processed)
 
     def check(self, nodes: Iterable[int], length: int) -> None:
         """Raise SequoiaPlanError if no token was left after one of the accepted nodes.
@@ -87,14 +96,3 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int], nodes: Iterable[int]
         return (*path(parents[node]), tokens[node]) if node else ()
 
     return [path(node) for node in nodes]
-
-
-def _process(
-    processors: Iterable[PathProcessor], paths: Sequence[Path], logits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Processed logits, unchanged where no token is left; bool [paths], whether one is."""
-    processed = logits
-    for processor in processors:
-        processed = processor(paths, processed)
-    has_token = ~processed.amax(-1).isneginf()
-    return torch.where(has_token[:, None], processed, logits), has_token
