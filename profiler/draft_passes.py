@@ -50,7 +50,7 @@ def representative_pass(
     )
     if not isinstance(drafter, EagleDrafter):
         return draft_pass, None
-    width, dtype = drafter.model.config.hidden_size, drafter.feature_dtype
+    width, dtype = drafter.model.feature_width, drafter.feature_dtype
     # every node reads row 0 of the previous output's features; its logits are not read
     features = torch.zeros(1, width, dtype=dtype, device=nodes.device)
     no_logits = features[:, :0]

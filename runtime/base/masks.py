@@ -28,7 +28,8 @@ def windowed_mask(
     Records the positions of `slots` in the cache first, because slots are not positions in a tree.
     `positions`, `slots` int64 [tokens]; `window` may be int64 [tokens, 1].
     """
-    assert cache.positions is not None
+    if cache.positions is None:  # the cache holds no more than a window
+        return mask
     cache.positions.index_copy_(0, slots, positions)
     inside = cache.positions[: mask.shape[1]] > positions[:, None] - window
     return mask.where(inside, torch.finfo(mask.dtype).min)

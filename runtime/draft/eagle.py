@@ -26,6 +26,10 @@ class EagleDrafter(HiddenStateDrafter):
 
     drafting = EAGLE_DRAFT
 
+    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
+        super().__init__(model, vocabulary, d2t)
+        self.drafting = getattr(model, "drafting", EAGLE_DRAFT)
+
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.
 
@@ -41,7 +45,7 @@ class EagleDrafter(HiddenStateDrafter):
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, with memory for a feature of each token.
 
-        `features` [capacity + 1, hidden size], which are made of the target's hidden states: row s
+        `features` [capacity + 1, feature width], which are made of the target's hidden states: row s
         has that of the token before slot s, with which the token in slot s is read.
         """
         window, device = self.model.window, self.model.device
@@ -52,7 +56,7 @@ class EagleDrafter(HiddenStateDrafter):
         else:
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
-        shape = (capacity + 1, self.model.config.hidden_size)
+        shape = (capacity + 1, self.model.feature_width)
         cache.features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
 
@@ -153,7 +157,8 @@ class EagleDrafter(HiddenStateDrafter):
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features that hidden states make. Nothing in the cache is moved: the next
         first pass reads the accepted tokens again."""
-        cache.features.index_copy_(0, slots + 1, self.fuse(hidden_states))
+        features = self.fuse(hidden_states)
+        cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
 
     def _read_committed(self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int) -> None:
         """Read committed tokens in `slots`, each with the feature of the token before it."""
@@ -171,7 +176,7 @@ class EagleDrafter(HiddenStateDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Run one pass of the draft over tokens, each with the feature of the token before it.
 
-        `tokens` int64 [tokens]; `features` [tokens, hidden size]; `rows` are slots, positions,
+        `tokens` int64 [tokens]; `features` [tokens, feature width]; `rows` are slots, positions,
         mask, cosines and sines. Returns logits and outputs of the last rows.
         """
         slots, positions, mask, *angles = rows
@@ -186,6 +191,9 @@ class EagleDrafter(HiddenStateDrafter):
             logits, outputs = self.model(
                 tokens[None], features[None], angles, masks, cache, logits_to_keep
             )
+        width = self.model.config.hidden_size
+        if features.shape[1] == self.model.feature_width > width:  # committed tokens
+            cache.features[:, width:].index_copy_(0, slots + 1, outputs[0])
         # the model has cut the rows of these
         return logits[0, :, : self.vocabulary], outputs[0, -logits_to_keep:]
 

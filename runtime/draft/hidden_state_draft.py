@@ -57,6 +57,7 @@ class HiddenStateDraft(nn.Module):
         self.config, self._target = config, (target,)
         self.aux_hidden_state_layers = aux_hidden_state_layers
         width = config.hidden_size
+        self.feature_width = width
         self.fused_width = len(aux_hidden_state_layers) * text_config(target).hidden_size
         if config.model_type in LAYER_CLASSES:  # an MTP head's layer is of the target's kind
             _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]

@@ -9,14 +9,16 @@ import copy
 import json
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, cache_argument
 from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
@@ -52,45 +54,75 @@ COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Where config.json says how many heads there are."""
 
 
-class MtpDraft(HiddenStateDraft):
-    """An MTP head, used for every level: deeper rows take its own output in place of the target's.
+class MtpHead(nn.Module):
+    """One head. `block` is a model of the target's class with one layer, without embeddings."""
 
-    `block` is a model of the target's class, without embeddings and head, that has one layer.
+    def __init__(self, block: Any, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.block, self.cache_argument = block, cache_argument(block.forward)
+        block.set_input_embeddings(nn.Identity())
+        self.enorm, self.hnorm = copy.deepcopy(block.norm), copy.deepcopy(block.norm)
+        self.fc = nn.Linear(2 * width, width, bias=False, dtype=dtype)
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: Any
+    ) -> Tensor:
+        """Rows [batch, rows, hidden size] of embeddings and features -> rows after its norm."""
+        output: Tensor = self.block(
+            inputs_embeds=self.fc(torch.cat([self.enorm(embedded), self.hnorm(features)], -1)),
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=cache is not None,
+            **{self.cache_argument: cache},
+        ).last_hidden_state
+        return output
+
+
+class MtpDraft(HiddenStateDraft):
+    """One head that serves all levels, or one for each level.
+
+    One head takes, below the root's children, its own output in place of the target's. Of several,
+    each takes the output of the one before for the token before, also of committed tokens: features
+    of these lie side by side, the target's hidden state first.
     """
 
-    def __init__(self, config: Any, block: Any, target: Any) -> None:
+    def __init__(self, config: Any, blocks: Sequence[Any], target: Any) -> None:
         super().__init__(config, target, (AFTER_FINAL_NORM,), None, False, 0)
-        width = config.hidden_size
-        self.block, self.cache_argument = block, cache_argument(block.forward)
-        self.block.set_input_embeddings(nn.Identity())
-        self.enorm, self.hnorm = copy.deepcopy(block.norm), copy.deepcopy(block.norm)
-        self.fc = nn.Linear(2 * width, width, bias=False, dtype=target.dtype)
+        width, self.num_heads = config.hidden_size, len(blocks)
+        self.heads = nn.ModuleList(MtpHead(block, width, target.dtype) for block in blocks)
+        self.feature_width, self.drafting = self.num_heads * width, EAGLE_DRAFT
+        if self.num_heads > 1:
+            self.drafting = structs.replace(EAGLE_DRAFT, max_depth=self.num_heads + 1)
 
     @property
     def window(self) -> int | None:
-        """Positions that its layer attends to; None if it has no window."""
+        """Positions that its layers attend to; None if they have no window."""
         return attention_window(self.config)[0]
 
     def cache_layout(self) -> int:
-        """One layer, whose memory its first pass shows."""
-        return 1
+        """One layer a head, whose memory its first pass shows."""
+        return self.num_heads
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """The target's last hidden state is the feature as it is, in the draft's dtype."""
         return hidden_states.to(self.dtype)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The positions themselves [1, tokens]: `block` makes angles of them."""
+        """The positions themselves [1, tokens]: heads make angles of them."""
         return (positions[None],)
 
     def masks_by_layer_type(
         self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor
     ) -> Any:
-        """The mask as `block` takes it, [1, 1, tokens, extent]."""
+        """The mask of each head, [1, 1, tokens, extent]: head k has no feature of token k."""
         mask = mask_as_dtype(mask, self.dtype)
-        if cache.positions is not None and self.window is not None:
+        if self.window is not None:
             mask = windowed_mask(cache, mask, positions, slots, self.window)
-        return mask[None, None]
+        masks = [mask[None, None]]
+        for number in range(1, self.num_heads):
+            masks.append(masks[-1].clone())
+            masks[-1][..., number : number + 1] = torch.finfo(mask.dtype).min
+        return masks
 
     def splits_keys(self, tokens: int) -> bool:
         """No: the memory of its keys is not known before its first pass."""
@@ -105,27 +137,32 @@ class MtpDraft(HiddenStateDraft):
         cache: TreeCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """As for `Eagle1`; embedding and feature have a norm each, and so has the output."""
-        rows = self.fc(torch.cat([self.enorm(self.embed(tokens)), self.hnorm(features)], -1))
-        output = self.block(
-            inputs_embeds=rows,
-            position_ids=angles[0],
-            attention_mask=masks,
-            use_cache=cache is not None,
-            **{self.cache_argument: cache},
-        ).last_hidden_state
-        return self.head(output[:, -logits_to_keep:]), output  # [-0:] keeps all rows
+        """As for `Eagle1`. Of several heads, those of this level and of deeper ones run.
+
+        Features and outputs are of these alone, which tells the level; the first level's rows are
+        committed tokens, one after the other.
+        """
+        embedded, outputs = self.embed(tokens), []
+        given = features.split(self.config.hidden_size, -1)
+        first = self.num_heads - len(given)
+        for number, feature in enumerate(given, first):
+            if outputs and not first:
+                feature = torch.cat([feature[:, :1], outputs[-1][:, :-1]], 1)
+            head = self.heads[number]
+            outputs.append(head(embedded, feature, angles[0], masks[number], cache))
+        passed_on = torch.cat(outputs[: max(self.num_heads - first - 1, 1)], -1)
+        return self.head(outputs[0][:, -logits_to_keep:]), passed_on  # [-0:] keeps all rows
 
 
 def load_mtp(target: Any) -> MtpDraft:
-    """The head in the checkpoint that `target` was loaded from."""
+    """The heads in the checkpoint that `target` was loaded from."""
     target = unwrapped(target)
     folder = downloaded_folder(target.config.name_or_path)
     heads = _tensors_of_heads(folder, text_config(target).num_hidden_layers)
     try:
-        if len(heads) != 1:
-            raise SequoiaPlanError(_why_not(folder, len(heads)))
-        return _build(target, heads[0])
+        if not heads:
+            raise SequoiaPlanError(_why_none(folder))
+        return _build(target, [heads[number] for number in range(len(heads))])
     except Exception as error:  # transformers raises errors of many types
         ours = isinstance(error, SequoiaPlanError)
         reason = error if ours else f"its MTP head cannot be built: {first_line(error)}"
@@ -149,10 +186,8 @@ def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tens
     return heads
 
 
-def _why_not(folder: Path, num_heads: int) -> str:
-    """Why a checkpoint with so many heads has no draft."""
-    if num_heads:
-        return f"has {num_heads} MTP heads, one for each level, expected one that serves all levels"
+def _why_none(folder: Path) -> str:
+    """Why a checkpoint has no head."""
     config = json.loads((folder / "config.json").read_text())
     settings = config | (config.get("text_config") or {})
     for name in COUNTS:
@@ -164,14 +199,14 @@ def _why_not(folder: Path, num_heads: int) -> str:
     return "has no MTP head (no tensors named mtp.*, and none behind its last layer)"
 
 
-def _build(target: Any, tensors: dict[str, Tensor]) -> MtpDraft:
-    """The head with these weights.
+def _build(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
+    """The draft of heads with these weights.
 
-    transformers loads its layer as that of a model with one layer, and so converts weights as it
-    does for the target.
+    transformers loads a head's layer as that of a model with one layer, and so converts weights as
+    it does for the target.
     """
     config = copy.deepcopy(text_config(target))
-    # what numbers the target's layers does not number this one
+    # what numbers the target's layers does not number these
     changes = {
         "num_hidden_layers": 1,
         "first_k_dense_replace": 0,
@@ -183,26 +218,36 @@ def _build(target: Any, tensors: dict[str, Tensor]) -> MtpDraft:
     no_words = copy.deepcopy(config)
     no_words.vocab_size, no_words.pad_token_id = 1, None
     shared = (target.get_input_embeddings(), target.get_output_embeddings())
-    weights = {
-        name.replace("block", target.base_model_prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("block.")
-    } | {
+    words = {
         f"{name}.weight": torch.zeros(1, config.hidden_size)
         for name, module in target.named_modules()
         if module in shared
     }
-    model, info = type(target).from_pretrained(
-        None, config=no_words, state_dict=weights, dtype=target.dtype, output_loading_info=True
-    )
-    draft = MtpDraft(config, model.base_model, target)
-    own = {"enorm.weight", "hnorm.weight", "fc.weight"}
-    missing = sorted(own - tensors.keys() | info["missing_keys"])
-    if missing:
-        raise SequoiaPlanError(f"has no tensor {missing[0]} of its MTP head")
-    if unread := sorted(info["unexpected_keys"]):
-        raise SequoiaPlanError(f"its MTP head has a tensor {unread[0]} that is not known")
+    blocks, own = [], {"enorm.weight", "hnorm.weight", "fc.weight"}
+    for number, tensors in enumerate(heads):
+        weights = {
+            name.replace("block", target.base_model_prefix): tensor
+            for name, tensor in tensors.items()
+            if name not in own
+        }
+        model, info = type(target).from_pretrained(
+            None,
+            config=no_words,
+            state_dict=words | weights,
+            dtype=target.dtype,
+            output_loading_info=True,
+        )
+        if missing := sorted(own - tensors.keys() | info["missing_keys"]):
+            raise SequoiaPlanError(f"has no tensor {missing[0]} of its MTP head {number}")
+        if unread := sorted(info["unexpected_keys"]):
+            raise SequoiaPlanError(f"MTP head {number} has a tensor {unread[0]} that is not known")
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = number
+        blocks.append(model.base_model)
+    draft = MtpDraft(config, blocks, target)
     with torch.no_grad():
-        for name in own:
-            draft.get_parameter(name).copy_(tensors[name])
+        for head, tensors in zip(draft.heads, heads, strict=True):
+            for name in own:
+                head.get_parameter(name).copy_(tensors[name])
     return draft.to(execution_device(target)).eval().requires_grad_(False)

@@ -15,34 +15,38 @@ QWEN_NAMES = {
 }
 FAMILIES = {
     "GLM-4-MoE": {},
+    "GLM-4-MoE, three heads": {},
     "DeepSeek-V3": {},
     "Mellum": QWEN_NAMES,
     "Qwen3-Next": QWEN_NAMES,
     "Qwen3.5": QWEN_NAMES,
 }
 """What stands in a name in place of the layer behind the last, and of the parts of a head there."""
+LAYERS = 2
 
 
 def checkpoint(folder, family, **changes):
-    """Writes a target with a head: its last layer, and what a head has beside a layer."""
+    """Writes a target with heads: its last layers, and what a head has beside a layer."""
+    family, several, _ = family.partition(", three heads")
+    count = 3 if several else 1
     if family.startswith("Qwen"):
-        types = ["linear_attention", "full_attention", "full_attention"]
-        changes |= {"num_hidden_layers": 3, "layer_types": types}
-    model = tiny(family, **changes)
+        changes |= {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+    model = tiny(family, num_hidden_layers=LAYERS + count, **changes)
     model.lm_head.weight.data.mul_(0.2)  # logits of about 1
     model.save_pretrained(folder)
     weights, config = (folder / name for name in ("model.safetensors", "config.json"))
     settings, tensors = json.loads(config.read_text()), load_file(weights)
-    layers, width = settings["num_hidden_layers"] - 1, settings["hidden_size"]
-    behind = f"model.layers.{layers}."
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{behind}{name}.weight"] = 1 + 0.3 * torch.randn(width)
-    tensors[f"{behind}eh_proj.weight"] = torch.randn(width, 2 * width) / width**0.5
+    width = settings["hidden_size"]
+    for head in range(count):
+        behind = f"model.layers.{LAYERS + head}."
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{behind}{name}.weight"] = 1 + 0.3 * torch.randn(width)
+        tensors[f"{behind}eh_proj.weight"] = torch.randn(width, 2 * width) / width**0.5
     for old, new in FAMILIES[family].items():
         tensors = {name.replace(behind + old, new): tensor for name, tensor in tensors.items()}
     save_file(tensors, weights, {"format": "pt"})
     for name in ("layer_types", "mlp_layer_types"):
         if name in settings:
-            settings[name] = settings[name][:layers]
-    settings |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+            settings[name] = settings[name][:LAYERS]
+    settings |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": count}
     config.write_text(json.dumps(settings))

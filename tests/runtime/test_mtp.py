@@ -33,7 +33,7 @@ def transformers_head(target):
     config = target.config
     if not hasattr(config, "num_mtp_layers"):
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
-    target._keys_to_ignore_on_load_unexpected = [rf"layers\.{config.num_hidden_layers}\.", "^mtp"]
+    target._keys_to_ignore_on_load_unexpected = [r"layers\.[2-9]\.", "^mtp"]
     return MtpModel.from_pretrained(target).eval()
 
 
@@ -52,11 +52,14 @@ def test_logits_are_those_of_transformers(pair):
             ids = torch.cat([text[:root], tokens[path]])[None]
             cache, positions = MtpCache(config=head.config), torch.arange(1, root + 1)
             states = features[None, :root]
-            for _ in path:
+            for level in range(len(path)):
+                number = min(level, len(head.layers) - 1)
                 states = head.forward_layer(
-                    0, states, positions[None], cache, input_ids=ids[:, positions]
-                )[:, -1:]
-                positions = positions[-1:] + 1
+                    number, states, positions[None], cache, input_ids=ids[:, positions]
+                )
+                if len(head.layers) == 1:  # has read the others
+                    states, positions = states[:, -1:], positions[-1:]
+                positions = positions + 1
             assert_close(row, target.lm_head(states[0, -1]))
 
 
@@ -75,7 +78,6 @@ BAD = {
     "a projection lost": ("2.self_attn.q", None, {}, "no tensor .*q_proj"),
     "another width": ("2.eh_proj", torch.ones(3, 32), {}, "cannot be built"),
     "unknown": ("no name", torch.ones(3), {}, "has a tensor .*layers.0.more"),
-    "two": ("no name", torch.ones(3), {"num_hidden_layers": 1}, "2 MTP heads"),
 }
 
 
@@ -90,7 +92,6 @@ def test_a_checkpoint_without_its_head_is_one_line(name, tmp_path):
         tensors |= {f"model.layers.{part}.weight".replace("no name", "2.more"): other}
     save_file(tensors, weights, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    target.config.num_hidden_layers = changes.get("num_hidden_layers", 2)
     with pytest.raises(SequoiaPlanError, match=message) as error:
         load_mtp(target)
     assert "draft mtp: " in str(error.value) and "\n" not in str(error.value)
