@@ -124,6 +124,7 @@ class HiddenStateDrafter(Drafter):
         self.compiled_pass = compiled_pass(model)
         self.feature_dtype = torch.float32 if self.compiled_pass else model.dtype
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
+        self.drafting = model.drafting
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""

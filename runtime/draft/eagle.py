@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import EAGLE_DRAFT, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -19,16 +19,11 @@ from sequoia_plan.runtime.draft.drafter import (
     passes_by_level,
 )
 from sequoia_plan.runtime.models.forward import ForwardOutput
+from sequoia_plan.runtime.models.split_keys import splits_keys
 
 
 class EagleDrafter(HiddenStateDrafter):
     """An EAGLE draft as a drafter (see `Drafter`)."""
-
-    drafting = EAGLE_DRAFT
-
-    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
-        super().__init__(model, vocabulary, d2t)
-        self.drafting = getattr(model, "drafting", EAGLE_DRAFT)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.
@@ -45,7 +40,7 @@ class EagleDrafter(HiddenStateDrafter):
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, with memory for a feature of each token.
 
-        `features` [capacity + 1, feature width], which are made of the target's hidden states: row s
+        `features` [capacity + 1, width], which are made of the target's hidden states: row s
         has that of the token before slot s, with which the token in slot s is read.
         """
         window, device = self.model.window, self.model.device
@@ -129,13 +124,16 @@ class EagleDrafter(HiddenStateDrafter):
         # a row has the position of the token whose feature it takes, as in the engines
         *slots, positions = rows
         positions = (positions - 1).clamp(min=0)
-        angles = self.model.angles(positions)
+        angles = self.model.rotary_emb(next(self.model.parameters()), positions[None])
         splits = (tensor.split(widths, -1) for tensor in (*slots, positions))
         return [*zip(*splits, masks, *(angle.split(widths, 1) for angle in angles), strict=True)]
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Drafter`."""
-        return bool(self.model.splits_keys(tokens))
+        model = self.model
+        return not isinstance(model.cache_layout(), int) and splits_keys(
+            model.device, model.dtype, model.config.head_dim, tokens
+        )
 
     def num_read_again(self, tree: TokenTree) -> int:
         """As many tokens as the step has draft passes."""
@@ -176,7 +174,7 @@ class EagleDrafter(HiddenStateDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Run one pass of the draft over tokens, each with the feature of the token before it.
 
-        `tokens` int64 [tokens]; `features` [tokens, feature width]; `rows` are slots, positions,
+        `tokens` int64 [tokens]; `features` [tokens, width]; `rows` are slots, positions,
         mask, cosines and sines. Returns logits and outputs of the last rows.
         """
         slots, positions, mask, *angles = rows
@@ -191,9 +189,6 @@ class EagleDrafter(HiddenStateDrafter):
             logits, outputs = self.model(
                 tokens[None], features[None], angles, masks, cache, logits_to_keep
             )
-        width = self.model.config.hidden_size
-        if features.shape[1] == self.model.feature_width > width:  # committed tokens
-            cache.features[:, width:].index_copy_(0, slots + 1, outputs[0])
         # the model has cut the rows of these
         return logits[0, :, : self.vocabulary], outputs[0, -logits_to_keep:]
 

@@ -18,11 +18,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
 )
 
+from sequoia_plan.artifacts import EAGLE_DRAFT, Drafting
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, text_config
 from sequoia_plan.runtime.models.attention import attending
-from sequoia_plan.runtime.models.split_keys import splits_keys
 
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
@@ -41,7 +41,7 @@ class HiddenStateDraft(nn.Module):
     """
 
     d2t: Tensor | None
-    fc: nn.Linear
+    drafting: Drafting = EAGLE_DRAFT
 
     def __init__(
         self,
@@ -113,15 +113,6 @@ class HiddenStateDraft(nn.Module):
         if self.lm_head is None:
             hidden_states = hidden_states.to(self._target[0].dtype)
         return self.get_output_embeddings()(hidden_states)
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Cosines and sines [1, tokens, head_dim] of positions, int64 [tokens]."""
-        angles: tuple[Tensor, ...] = self.rotary_emb(self.fc.weight, positions[None])
-        return angles
-
-    def splits_keys(self, tokens: int) -> bool:
-        """See `Drafter`."""
-        return splits_keys(self.device, self.dtype, self.config.head_dim, tokens)
 
     def cache_layout(self) -> int | CacheLayout:
         """The memory of its layers' keys and values, or the number of its layers."""

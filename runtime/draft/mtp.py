@@ -19,13 +19,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
-from sequoia_plan.runtime.base.cache import TreeCache, cache_argument
+from sequoia_plan.runtime.base.cache import cache_argument
 from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.models.architecture import (
     FULL,
-    attention_window,
     execution_device,
     text_config,
     unwrapped,
@@ -94,11 +92,6 @@ class MtpDraft(HiddenStateDraft):
         if self.num_heads > 1:
             self.drafting = structs.replace(EAGLE_DRAFT, max_depth=self.num_heads + 1)
 
-    @property
-    def window(self) -> int | None:
-        """Positions that its layers attend to; None if they have no window."""
-        return attention_window(self.config)[0]
-
     def cache_layout(self) -> int:
         """One layer a head, whose memory its first pass shows."""
         return self.num_heads
@@ -107,26 +100,17 @@ class MtpDraft(HiddenStateDraft):
         """The target's last hidden state is the feature as it is, in the draft's dtype."""
         return hidden_states.to(self.dtype)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The positions themselves [1, tokens]: heads make angles of them."""
-        return (positions[None],)
+    def rotary_emb(self, like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The positions themselves: heads make angles of them."""
+        return (positions,)
 
-    def masks_by_layer_type(
-        self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor
-    ) -> Any:
+    def masks_by_layer_type(self, *rows: Any) -> Any:
         """The mask of each head, [1, 1, tokens, extent]: head k has no feature of token k."""
-        mask = mask_as_dtype(mask, self.dtype)
-        if self.window is not None:
-            mask = windowed_mask(cache, mask, positions, slots, self.window)
-        masks = [mask[None, None]]
+        masks = [*super().masks_by_layer_type(*rows).values()][-1:]
         for number in range(1, self.num_heads):
             masks.append(masks[-1].clone())
-            masks[-1][..., number : number + 1] = torch.finfo(mask.dtype).min
+            masks[-1][..., number : number + 1] = torch.finfo(self.dtype).min
         return masks
-
-    def splits_keys(self, tokens: int) -> bool:
-        """No: the memory of its keys is not known before its first pass."""
-        return False
 
     def forward(
         self,
@@ -134,7 +118,7 @@ class MtpDraft(HiddenStateDraft):
         features: Tensor,
         angles: tuple[Tensor, ...],
         masks: Any,
-        cache: TreeCache | None = None,
+        cache: Any = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """As for `Eagle1`. Of several heads, those of this level and of deeper ones run.
@@ -142,15 +126,18 @@ class MtpDraft(HiddenStateDraft):
         Features and outputs are of these alone, which tells the level; the first level's rows are
         committed tokens, one after the other.
         """
-        embedded, outputs = self.embed(tokens), []
-        given = features.split(self.config.hidden_size, -1)
+        embedded, width = self.embed(tokens), self.config.hidden_size
+        outputs: list[Tensor] = []
+        given = features.split(width, -1)
         first = self.num_heads - len(given)
         for number, feature in enumerate(given, first):
             if outputs and not first:
                 feature = torch.cat([feature[:, :1], outputs[-1][:, :-1]], 1)
             head = self.heads[number]
             outputs.append(head(embedded, feature, angles[0], masks[number], cache))
-        passed_on = torch.cat(outputs[: max(self.num_heads - first - 1, 1)], -1)
+        passed_on = torch.cat(outputs[: len(given) - 1] or outputs, -1)
+        if not first and self.num_heads > 1:
+            cache.features[:, width:].index_copy_(0, cache.slots + 1, passed_on[0])
         return self.head(outputs[0][:, -logits_to_keep:]), passed_on  # [-0:] keeps all rows
 
 
@@ -217,16 +204,14 @@ def _build(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
         setattr(config, name, changes[name])
     no_words = copy.deepcopy(config)
     no_words.vocab_size, no_words.pad_token_id = 1, None
-    shared = (target.get_input_embeddings(), target.get_output_embeddings())
-    words = {
-        f"{name}.weight": torch.zeros(1, config.hidden_size)
-        for name, module in target.named_modules()
-        if module in shared
-    }
+    prefix = target.base_model_prefix
+    words = dict.fromkeys(
+        (f"{prefix}.embed_tokens.weight", "lm_head.weight"), torch.zeros(1, config.hidden_size)
+    )
     blocks, own = [], {"enorm.weight", "hnorm.weight", "fc.weight"}
     for number, tensors in enumerate(heads):
         weights = {
-            name.replace("block", target.base_model_prefix): tensor
+            name.replace("block", prefix): tensor
             for name, tensor in tensors.items()
             if name not in own
         }
