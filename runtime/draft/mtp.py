@@ -6,7 +6,6 @@ Published by DeepSeek-V3 (arXiv 2412.19437), GLM-4-MoE, Mellum, Qwen3-Next.
 """
 
 import copy
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -116,7 +115,7 @@ class MtpDraft(HiddenStateDraft):
         self,
         tokens: Tensor,
         features: Tensor,
-        angles: tuple[Tensor, ...],
+        angles: Any,
         masks: Any,
         cache: Any = None,
         logits_to_keep: int = 0,
@@ -145,10 +144,11 @@ def load_mtp(target: Any) -> MtpDraft:
     """The heads in the checkpoint that `target` was loaded from."""
     target = unwrapped(target)
     folder = downloaded_folder(target.config.name_or_path)
-    heads = _tensors_of_heads(folder, text_config(target).num_hidden_layers)
+    config = text_config(target)
+    heads = _tensors_of_heads(folder, config.num_hidden_layers)
     try:
         if not heads:
-            raise SequoiaPlanError(_why_none(folder))
+            raise SequoiaPlanError(_why_none(config))
         return _build(target, [heads[number] for number in range(len(heads))])
     except Exception as error:  # transformers raises errors of many types
         ours = isinstance(error, SequoiaPlanError)
@@ -173,15 +173,13 @@ def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tens
     return heads
 
 
-def _why_none(folder: Path) -> str:
-    """Why a checkpoint has no head."""
-    config = json.loads((folder / "config.json").read_text())
-    settings = config | (config.get("text_config") or {})
+def _why_none(config: Any) -> str:
+    """Why a checkpoint of this configuration has no head."""
     for name in COUNTS:
-        if settings.get(name):
+        if count := getattr(config, name, None):
             return (
-                f"its config.json says {name}: {settings[name]}, and its files hold no tensor of "
-                "an MTP head: this upload has lost them"
+                f"its config.json says {name}: {count}, and its files hold no tensor of an MTP "
+                "head: this upload has lost them"
             )
     return "has no MTP head (no tensors named mtp.*, and none behind its last layer)"
 

@@ -218,8 +218,8 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
         own = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
         settings |= own.get(kind, {})
     with tempfile.TemporaryDirectory() as folder:
-        if kind == "MTP":
-            checkpoint(Path(folder), "GLM-4-MoE", vocab_size=vocabulary)
+        if "MTP" in kind:
+            checkpoint(Path(folder), kind.replace("MTP", "GLM-4-MoE"), vocab_size=vocabulary)
             target = load_whole(Path(folder), torch.float32)
             return target, load_mtp(target)
         return target, load(write(Path(folder) / kind, *PARTS[kind](target, **settings)), target)

@@ -85,6 +85,17 @@ def test_logits_of_eagle3_are_those_of_speculators(variant, layout, tmp_path):
             assert_close(row, expected[f"{name}.logits"][level, FORK - 1])
 
 
+def test_a_window_longer_than_the_text_hides_nothing(tmp_path):
+    config, weights, expected = EAGLE3["window"]
+    layer, logits = config["transformer_layer_config"], []
+    for changes in ({"sliding_window": 4096}, {"layer_types": ["full_attention"] * 2}):
+        longer = config | {"transformer_layer_config": layer | changes}
+        draft = load(write(tmp_path / "draft", longer, weights), small_target())
+        text = EagleDrafter, draft, expected["chain.tokens"], expected["features"]
+        logits.append(torch.cat(logits_of_tree(*started(*text, 19), TREE)))
+    assert_close(*logits)
+
+
 @pytest.mark.parametrize("layout", ["speculators", "z-lab"])
 @pytest.mark.parametrize("variant", DFLASH)
 @torch.no_grad()

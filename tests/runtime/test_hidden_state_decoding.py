@@ -18,7 +18,7 @@ from sequoia_plan.runtime.huggingface import sequoia
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.forward import TreeModel
 
-DRAFTS = [*PARTS, "MTP", "int8"]
+DRAFTS = [*PARTS, "MTP", "MTP, three heads", "int8"]
 TREES = [
     TokenTree.chain(2),
     TokenTree.chain(5),
@@ -123,9 +123,10 @@ def test_drafts_of_one_target_do_not_meet(tmp_path):
     assert second.generate(prompt, 30, 1.0, seed=4).sequences.equal(expected[1])
 
 
-def test_a_tree_deeper_than_the_block_is_refused():
-    with pytest.raises(SequoiaPlanError, match="9 levels, the draft reaches 5"):
-        SequoiaDecoder(*small_pair("DFlash"), TokenTree.chain(9))
+@pytest.mark.parametrize(("kind", "levels"), [("DFlash", 5), ("MTP, three heads", 4)])
+def test_a_tree_deeper_than_the_draft_is_refused(kind, levels):
+    with pytest.raises(SequoiaPlanError, match=f"9 levels, the draft reaches {levels}"):
+        SequoiaDecoder(*small_pair(kind), TokenTree.chain(9))
 
 
 @pytest.mark.parametrize("algorithm", [*DRAFTS, "int8, windowed"])

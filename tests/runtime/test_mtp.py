@@ -11,7 +11,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from drafts import assert_close, logits_of_tree, started
-from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import EAGLE_DRAFT, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.mtp import load_mtp
@@ -85,7 +85,6 @@ BAD = {
 def test_a_checkpoint_without_its_head_is_one_line(name, tmp_path):
     part, other, changes, message = BAD[name]
     checkpoint(tmp_path, "GLM-4-MoE")
-    target = load_whole(tmp_path, torch.float32)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors = {n: t for n, t in load_file(weights).items() if part not in n}
     if other is not None:
@@ -93,7 +92,7 @@ def test_a_checkpoint_without_its_head_is_one_line(name, tmp_path):
     save_file(tensors, weights, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(SequoiaPlanError, match=message) as error:
-        load_mtp(target)
+        load_mtp(load_whole(tmp_path, torch.float32))
     assert "draft mtp: " in str(error.value) and "\n" not in str(error.value)
 
 
@@ -105,7 +104,7 @@ def test_profile_solve_bench(run_briefly, tmp_path, monkeypatch):
     models = ("--target", "glm", "--draft", "mtp")
     run_briefly("profile", *models, "--tokens", "8", "--precision", "40%", "--temperature", "1")
     profile = Profile.load("profile.yaml")
-    assert profile.drafting == EagleDrafter.drafting
+    assert profile.drafting == EAGLE_DRAFT
     assert profile.models["draft"]["name"] == "mtp"
     run_briefly("solve", "--depth", "3", "--objective", "tokens", "--budget", "6")
     run_briefly("bench", *models, "--tree", "tree.safetensors", "--limit", "2", "--tokens", "8")
