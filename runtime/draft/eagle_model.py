@@ -114,10 +114,6 @@ class Eagle1(HiddenStateDraft):
         first: Any = self.layers[0]
         first.input_layernorm = nn.Identity()
 
-    def fuse(self, hidden_states: Tensor) -> Tensor:
-        """The target's last hidden state is the feature as it is, in the draft's dtype."""
-        return hidden_states.to(self.dtype)
-
     def forward(
         self,
         tokens: Tensor,

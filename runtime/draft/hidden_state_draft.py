@@ -101,6 +101,10 @@ class HiddenStateDraft(nn.Module):
         """A new norm of the class that its layers have."""
         return self.norm_class(width, eps=self.config.rms_norm_eps)
 
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """The target's hidden states [..., fused width] as features: in the draft's dtype."""
+        return hidden_states.to(self.dtype)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [..., tokens] -> [..., tokens, hidden size]."""
         table: Any = self.get_input_embeddings()

@@ -18,14 +18,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
-from sequoia_plan.runtime.base.cache import cache_argument
 from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
+from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, HiddenStateDraft
 from sequoia_plan.runtime.models.architecture import (
     FULL,
     execution_device,
     text_config,
-    unwrapped,
 )
 from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
 from sequoia_plan.runtime.models.pretrained import downloaded_folder
@@ -56,7 +54,7 @@ class MtpHead(nn.Module):
 
     def __init__(self, block: Any, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.block, self.cache_argument = block, cache_argument(block.forward)
+        self.block = block
         block.set_input_embeddings(nn.Identity())
         self.enorm, self.hnorm = copy.deepcopy(block.norm), copy.deepcopy(block.norm)
         self.fc = nn.Linear(2 * width, width, bias=False, dtype=dtype)
@@ -70,7 +68,7 @@ class MtpHead(nn.Module):
             position_ids=positions,
             attention_mask=mask,
             use_cache=cache is not None,
-            **{self.cache_argument: cache},
+            **{CACHE_ARGUMENT: cache},
         ).last_hidden_state
         return output
 
@@ -94,10 +92,6 @@ class MtpDraft(HiddenStateDraft):
     def cache_layout(self) -> int:
         """One layer a head, whose memory its first pass shows."""
         return self.num_heads
-
-    def fuse(self, hidden_states: Tensor) -> Tensor:
-        """The target's last hidden state is the feature as it is, in the draft's dtype."""
-        return hidden_states.to(self.dtype)
 
     def rotary_emb(self, like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The positions themselves: heads make angles of them."""
@@ -142,7 +136,6 @@ class MtpDraft(HiddenStateDraft):
 
 def load_mtp(target: Any) -> MtpDraft:
     """The heads in the checkpoint that `target` was loaded from."""
-    target = unwrapped(target)
     folder = downloaded_folder(target.config.name_or_path)
     config = text_config(target)
     heads = _tensors_of_heads(folder, config.num_hidden_layers)
@@ -220,10 +213,12 @@ def _build(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
             dtype=target.dtype,
             output_loading_info=True,
         )
-        if missing := sorted(own - tensors.keys() | info["missing_keys"]):
-            raise SequoiaPlanError(f"has no tensor {missing[0]} of its MTP head {number}")
-        if unread := sorted(info["unexpected_keys"]):
-            raise SequoiaPlanError(f"MTP head {number} has a tensor {unread[0]} that is not known")
+        wrong = own - tensors.keys() | info["missing_keys"] | info["unexpected_keys"]
+        if wrong:
+            raise SequoiaPlanError(
+                f"the tensors of MTP head {number} are not those of a {type(target).__name__}'s "
+                f"layer: {min(wrong)} is missing or unknown"
+            )
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = number
