@@ -133,11 +133,11 @@ class DecodingModels:
         sequence.num_unread = 0
         on_chunk = None
         if drafter:
-            drafter.prefill(sequence.draft, prompt[:-1], start)
             on_chunk = partial(drafter.prefill_hidden_states, sequence.draft)
             slots = torch.arange(min(max(settled, 0), start), start, device=self.device)
             if slots.numel():
                 drafter.catch_up(sequence, slots, start)
+            drafter.prefill(sequence.draft, prompt[:-1], start)
         self.target.prefill(sequence.target, prompt[:-1], on_chunk, start)
         sequence.num_read = prompt.numel() - 1
 
