@@ -128,6 +128,7 @@ class DecodingModels:
         start = 0 if reads_all else sequence.num_shared(prompt[:-1])
         sequence.num_read = start
         self._reserve(capacity, max_size)
+        start = sequence.num_read
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
         sequence.num_unread = 0

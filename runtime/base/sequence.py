@@ -72,7 +72,7 @@ class SequenceState:
         new_target_cache: Callable[[int], TreeCache],
         new_draft_cache: Callable[[int], TreeCache] | None,
     ) -> None:
-        """Provide `capacity` slots, of which the first `num_read` stay as they are.
+        """Provide `capacity` slots, of which the first `num_read` stay as they are, or none.
 
         Memory that is large enough is used again.
         """
@@ -89,6 +89,8 @@ class SequenceState:
         if new_draft_cache:
             self.draft = new_draft_cache(capacity)
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
+        if new_draft_cache and len(self.draft.blocks) < len(draft.blocks):
+            kept = 0  # its memory is allocated by the first pass
         if kept:
             self.tokens[:kept] = tokens[:kept]
             self.target.take(target, kept)

@@ -192,8 +192,8 @@ def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
     assert decoder.generate(prompt, 40).sequences.equal(expected), "a poor copy is exact"
     prefill = decoder.step.target.prefill
 
-    def read_by_both(cache, tokens, on_chunk=None):
-        prefill(cache, tokens, on_chunk)
+    def read_by_both(cache, tokens, on_chunk=None, start=0):
+        prefill(cache, tokens, on_chunk, start)
         decoder.step.drafter.model.prefill(cache, tokens)
 
     monkeypatch.setattr(decoder.step.target, "prefill", read_by_both)
