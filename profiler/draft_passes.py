@@ -131,8 +131,8 @@ def _logits_by_step(
             for draft_pass in passes[: end - start]:
                 output = drafter.forward(draft_pass, sequence, columns, output)
                 rows.append(output.logits.float())
-            known = torch.cat(rows)[: end - start]
-            logits[: len(known)] = known
+            drafted = torch.cat(rows)[: end - start]
+            logits[: len(drafted)] = drafted
         logits_of_steps.append(logits)
         accepted = slots[start:end], hidden_states[start:end]
         drafter.keep_hidden_states(sequence.draft, *accepted)

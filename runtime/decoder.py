@@ -176,7 +176,7 @@ class SequoiaDecoder:
             path_logits.begin(prompt_ids, ending.end_tokens)
         all_steps = self.steps(
             prompt, max_new_tokens, sampling, seed,
-            path_logits=path_logits, keeps_logits=record.is_asked, reuse_prefix=reuse_prefix,
+            path_logits=path_logits, keeps_logits=bool(record.parts), reuse_prefix=reuse_prefix,
         )  # fmt: skip
         with closing(all_steps) as steps:
             while not finish_reason:
@@ -205,12 +205,12 @@ class SequoiaDecoder:
     def _path_logits(
         self, processors: Sequence[Callable[..., Any]], constraint: Grammar | None
     ) -> PathLogits | None:
-        """What processes logits on a tree's paths; None if nothing does."""
+        """What processes a text's logits, with a state of its own; None if nothing does."""
         if not processors and constraint is None:
             return None
         halves = split_at_warpers(processors)
         both, target_only = ([LogitsProcessors(half)] if half else [] for half in halves)
-        grammars = [] if constraint is None else [constraint]
+        grammars = [] if constraint is None else [copy.copy(constraint)]
         vocabulary = text_config(self.step.target.model).vocab_size
         return PathLogits([*both, *grammars], target_only, vocabulary)
 

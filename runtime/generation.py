@@ -68,13 +68,12 @@ class TokenRecord:
         if logprobs is not None and (isinstance(logprobs, bool) or logprobs < 0):
             raise ArgumentError(f"logprobs: found {logprobs!r}, expected a count, or None")
         self.sampling, self.num_top = sampling, logprobs
-        self.names = [
+        names = [
             *(("logprobs", "top_logprobs", "top_tokens") if logprobs is not None else ()),
             *(("logits",) if output_logits else ()),
             *(("scores",) if output_scores else ()),
         ]
-        self.parts: dict[str, list[Tensor]] = {name: [] for name in self.names}
-        self.is_asked = bool(self.names)
+        self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def add(self, tokens: Sequence[int], logits: Tensor | None, processed: Tensor | None) -> None:
         """Take a step's tokens, and the rows of logits from their places on."""
@@ -88,8 +87,8 @@ class TokenRecord:
             rows["logprobs"] = all_logprobs.gather(1, index)[:, 0]
             top = all_logprobs.topk(min(self.num_top, all_logprobs.shape[1]))
             rows["top_logprobs"], rows["top_tokens"] = top
-        for name in self.names:
-            self.parts[name].append(rows[name])
+        for name, parts in self.parts.items():
+            parts.append(rows[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """What was asked for, by its name in `Generation`."""

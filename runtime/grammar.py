@@ -65,14 +65,12 @@ class Grammar:
             reason = re.sub(r"^\[.*?\] \S+: ", "", str(error).strip().splitlines()[-1])
             raise ArgumentError(f"{kind}: found {source!s:.60}: {reason}") from error
         self.xgrammar, self.vocabulary = xgrammar, len(tokenizer)
-        self.matcher = xgrammar.GrammarMatcher(self.compiled)
-        self.masks: dict[Path, Tensor] = {}
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
         """See `PathProcessor`: `end_tokens` may end a whole text of the grammar."""
         ends = [token for token in end_tokens if token < self.vocabulary] or None
         self.matcher = self.xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
-        self.masks = {}
+        self.masks: dict[Path, Tensor] = {}
 
     def commit(self, tokens: Sequence[int]) -> None:
         """See `PathProcessor`."""

@@ -82,25 +82,22 @@ def sequoia(
     mask = model_kwargs.pop("attention_mask", None)
     if len(input_ids) == count:  # generate has repeated both for each sequence
         input_ids, mask = input_ids[:1], None if mask is None else mask[:1]
-    results = [
-        decoder.generate(
-            {"input_ids": input_ids, "attention_mask": mask, **model_kwargs},
-            max_new_tokens=max(max_new_tokens, 1),  # as transformers, which looks after each token
-            seed=None if seed is None else seed + number,
-            eos_token_id=() if eos is None else eos,
-            streamer=text_streamer,
-            sampling=sampling,
-            stopping_criteria=[
-                c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
-            ],
-            logits_processor=processors,
-            constraint=constraint,
-            output_logits=bool(config.output_logits),
-            output_scores=bool(config.output_scores),
-            reuse_prefix=number > 0,
-        )
-        for number in range(count)
-    ]
+    results = decoder.generate_each(
+        [{"input_ids": input_ids, "attention_mask": mask, **model_kwargs}] * count,
+        max_new_tokens=max(max_new_tokens, 1),  # as transformers, which looks after each token
+        seed=seed,
+        eos_token_id=() if eos is None else eos,
+        streamer=text_streamer,
+        sampling=sampling,
+        stopping_criteria=[
+            c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+        ],
+        logits_processor=processors,
+        constraint=constraint,
+        output_logits=bool(config.output_logits),
+        output_scores=bool(config.output_scores),
+        reuse_prefix=count > 1,
+    )
     rows = [result.sequences[0] for result in results]
     padding = config.pad_token_id or 0
     sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
@@ -125,15 +122,14 @@ def _sampling_of(
     given = [_with_own_padding(processor) for processor in given]
     if not config.output_scores:  # it changes scores alone, not probabilities
         given = [p for p in given if type(p) is not processors.LogitNormalization]
-    _, warpers = split_at_warpers(given)
-    num_before = len(given) - len(warpers)
-    names = [SETTING_OF_PROCESSOR.get(type(p), "") for p in given[num_before:]]
+    others, warpers = split_at_warpers(given)
+    names = [SETTING_OF_PROCESSOR.get(type(warper), "") for warper in warpers]
     are_the_configs = len(set(names)) == len(names) and all(
-        name and getattr(p, name) == getattr(config, name)
-        for name, p in zip(names, given[num_before:], strict=True)
+        name and getattr(warper, name) == getattr(config, name)
+        for name, warper in zip(names, warpers, strict=True)
     )
     if are_the_configs:
-        return sampling, given[:num_before]
+        return sampling, others
     if sampling.greedy:
         return sampling, given
     return Sampling(1.0, draft_temperature=sampling.temperature, verifier=verifier), given

@@ -46,6 +46,22 @@ def plain_target():
     return load_model(None, "cpu", torch.float32)[0]
 
 
+@pytest.fixture(scope="module")
+def target():
+    """A tiny Llama."""
+    from architectures import tiny
+
+    return tiny("Llama")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """A model that resembles it."""
+    from architectures import resembling
+
+    return resembling(target, 0.05)
+
+
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """Weight files of tiny models go with the test."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,12 @@ import pytest
 import torch
 from architectures import VOCABULARY, plain_text, resembling, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from toys import TREE
+from toys import TREE, text_inside_generate
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair, sequoia
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.vocabulary import check_tokenizers
 from sequoia_plan.runtime.pair import context_remarks
 
@@ -40,16 +41,6 @@ def words(changes=None, count=VOCABULARY):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny("Llama")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return resembling(target, 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +99,7 @@ def test_a_stop_string_without_tokens_is_refused(decoder):
 # custom_generate
 
 
-def inside(model, draft, ids=IDS, **settings):
-    """What transformers' generate returns when it decodes with us; greedy by default."""
-    defaults = {"draft": draft, "tree": TREE, "max_new_tokens": NEW, "do_sample": False}
-    return model.generate(ids, custom_generate=sequoia, **(defaults | settings))
+inside = partial(text_inside_generate, ids=IDS, max_new_tokens=NEW)
 
 
 def test_custom_generate_is_generate(target, draft, greedy):

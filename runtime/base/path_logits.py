@@ -37,7 +37,7 @@ class PathLogits:
         self, both: Sequence[PathProcessor], target_only: Sequence[PathProcessor], vocabulary: int
     ) -> None:
         self.both, self.all, self.vocabulary = both, (*both, *target_only), vocabulary
-        self.without_token: set[int] = set()
+        self.without_token: list[int] = []
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
         """A text begins after `prompt`."""
@@ -54,7 +54,8 @@ class PathLogits:
         processed = logits.float().clone()
         for processor in self.all:
             processed = processor(paths, processed)
-        return self._where_a_token_is_left(processed, logits)
+        self.without_token = _restore_rows_without_token(processed, logits)
+        return processed
 
     def of_draft(self, paths: Sequence[Path], logits: Tensor, d2t: Tensor | None) -> Tensor:
         """float32 [paths, draft vocabulary] from the draft's logits."""
@@ -64,16 +65,10 @@ class PathLogits:
         scattered = scattered.float().index_copy(1, tokens, logits.float())
         for processor in self.both:
             scattered = processor(paths, scattered)
+        processed = scattered.index_select(1, tokens)
         # where no token of the draft is left, any is as good: the target accepts none of them
-        return self._where_a_token_is_left(scattered.index_select(1, tokens), logits)
-
-    def _where_a_token_is_left(self, processed: Tensor, logits: Tensor) -> Tensor:
-        """Processed logits, and other ones for the rows where no token is left, which are noted."""
-        has_none = processed.amax(-1).isneginf()
-        self.without_token = set(has_none.nonzero().flatten().tolist())
-        if not self.without_token:
-            return processed
-        return torch.where(has_none[:, None], logits.float(), processed)
+        _restore_rows_without_token(processed, logits)
+        return processed
 
     def check(self, nodes: Iterable[int], length: int) -> None:
         """Raise SequoiaPlanError if no token was left after one of the accepted nodes.
@@ -87,6 +82,13 @@ class PathLogits:
                     f"logits: {names} left no token after token {length + 1 + place} of the text, "
                     "expected at least one"
                 )
+
+
+def _restore_rows_without_token(processed: Tensor, logits: Tensor) -> list[int]:
+    """Give the rows where no token is left their logits back; returns these rows."""
+    rows = processed.amax(-1).isneginf().nonzero().flatten()
+    processed[rows] = logits[rows].float()
+    return rows.tolist()
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int], nodes: Iterable[int]) -> list[Path]:

@@ -1,5 +1,7 @@
 """Settings that people give: each counts as in transformers, or is refused by its name."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers as hf
@@ -7,7 +9,7 @@ from architectures import VOCABULARY, plain_text, resembling, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from toys import TREE
+from toys import TREE, text_inside_generate
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
@@ -20,12 +22,7 @@ IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
 TARGET = tiny("Llama")
 DRAFT = resembling(TARGET, 0.05)
 GREEDY = plain_text(TARGET, IDS, NEW)
-
-
-def inside(**options):
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
-    return TARGET.generate(IDS, custom_generate=sequoia, draft=DRAFT, tree=TREE, **options)
-
+inside = partial(text_inside_generate, TARGET, DRAFT, ids=IDS, max_new_tokens=NEW)
 
 CRITERIA = st.builds(MaxLengthCriteria, st.integers(1, 40)) | st.builds(
     EosTokenCriteria, st.lists(st.sampled_from(GREEDY[0, 4:].tolist()), min_size=1, max_size=3)

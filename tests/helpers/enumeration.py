@@ -70,6 +70,13 @@ def chi_square(drawn, probs):
     return chisquare([*counts.values()], [p * len(drawn) for p in probs.values()]).pvalue
 
 
+def pooled_p_value(observed, expected):
+    """p-value of counts; outcomes that are expected less than 5 times are one."""
+    rare = expected < 5
+    pooled = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
+    return chisquare(*pooled).pvalue
+
+
 def outcomes(acceptance, tree, tokens, target_probs, index, d2t):
     """Every (tokens that a step says, probability), by the nodes' `tokens`: the accepted ones after
     the root, and the bonus token."""

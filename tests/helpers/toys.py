@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 SMALL_TREES = {
@@ -157,6 +157,12 @@ def first_tokens(prompt, tree, seeds, covered=None, length=3, verifier="sequoia"
     first(0)
     decoder.step.prefill = again
     return np.array([first(seed) for seed in seeds])
+
+
+def text_inside_generate(model, draft, ids, **options):
+    """What transformers' generate returns when it decodes with us; greedy by default."""
+    defaults = dict(draft=draft, tree=TREE, do_sample=False, pad_token_id=0)
+    return model.generate(ids, custom_generate=sequoia, **(defaults | options))
 
 
 def naive_match(tokens, max_match, chain_length):

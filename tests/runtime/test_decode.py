@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
+from enumeration import pooled_p_value
 from scripted import token_probs_of_texts
 from toys import TREE, ToyModel, first_tokens, toy_decoder
 
@@ -18,18 +18,13 @@ pytestmark = pytest.mark.slow
 
 
 def p_value(**setting):
-    """Chi-square of the joint law of a decoder's first three tokens against the exact one.
-
-    Rare outcomes are pooled to 5 expected.
-    """
+    """Chi-square of the joint law of a decoder's first three tokens against the exact one."""
     target, new = ToyModel(0), first_tokens(PROMPT, TREE, range(RUNS), **setting)
     expected = token_probs_of_texts(target, PROMPT, 3, Sampling(1.0)).prod(-1).flatten() * RUNS
     observed = np.bincount(
         np.ravel_multi_index(new.T, [target.vocabulary] * 3), minlength=expected.size
     )
-    rare = expected < 5
-    observed, expected = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
-    return chisquare(observed, expected).pvalue
+    return pooled_p_value(observed, expected)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)

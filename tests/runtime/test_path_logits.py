@@ -1,21 +1,22 @@
 """Logits processors and grammars on a tree's paths, log-probabilities, and texts that go on."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
-from architectures import plain_text, resembling, tiny
+from architectures import plain_text
+from enumeration import pooled_p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
-from toys import SMALL_TREES, TREE, ToyModel
+from toys import SMALL_TREES, TREE, Ids, ToyModel, text_inside_generate
 from transformers.generation import logits_process as processors
 
 from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.runtime import Grammar, Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime import Grammar, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base import path_logits
 from sequoia_plan.runtime.verify import VERIFIERS
 
@@ -25,19 +26,7 @@ CLOSE = dict(atol=1e-4, rtol=1e-4)  # the compiled pass against transformers
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny("Llama")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return resembling(target, 0.05)
-
-
-def inside(target, draft, **options):
-    options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0) | options
-    return target.generate(IDS, custom_generate=sequoia, draft=draft, tree=TREE, **options)
+inside = partial(text_inside_generate, ids=IDS, max_new_tokens=NEW)
 
 
 # the distribution
@@ -78,9 +67,7 @@ def p_value(tree, runs=1500, covered=None, **settings):
     expected *= runs
     if observed[expected == 0].any():
         return 0.0
-    rare = expected < 5
-    pooled = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
-    return chisquare(*pooled).pvalue
+    return pooled_p_value(observed, expected)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -232,12 +219,23 @@ def test_a_grammar_shapes_the_text(decoders, temperature):
 def test_a_regular_expression_and_a_grammar_in_its_own_notation(decoders):
     tree, _ = decoders
     number = Grammar(tree.tokenizer, regex=r"[0-9]{3}-[0-9]{4}")
-    assert [len(part) for part in tree.generate("Call", constraint=number).text.split("-")] == [
-        3,
-        4,
-    ]
+    text = tree.generate("Call", constraint=number).text
+    assert [*map(len, text.split("-"))] == [3, 4]
     yes = Grammar(tree.tokenizer, ebnf='root ::= "yes" | "no"')
     assert tree.generate("Is it?", constraint=yes, temperature=2.0).text in ("yes", "no")
+
+
+def test_texts_that_share_a_grammar_do_not_share_its_state(decoders):
+    """Another decoder generates with it while the first is in the middle of a text."""
+    tree, plain = decoders
+    options = dict(max_new_tokens=48, constraint=Grammar(tree.tokenizer, json_schema=SCHEMA))
+    expected = tree.generate("JSON:", **options).sequences
+
+    class Meanwhile(Ids):
+        def put(self, value):
+            plain.generate("Somebody:", **options | dict(max_new_tokens=3))
+
+    assert tree.generate("JSON:", streamer=Meanwhile(), **options).sequences.equal(expected)
 
 
 @pytest.mark.parametrize(

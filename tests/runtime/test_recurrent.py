@@ -56,8 +56,8 @@ def test_greedy_text_is_that_of_transformers(target_and_text, monkeypatch):
     commit, model = decoder.step.commit, decoder.step.target
     model.prefill_chunk, model.prefill_multiples = 8, (64, 64)  # padding, as on CUDA
     decoder.step.commit = lambda accepted: (counts.add(int(accepted.count)), commit(accepted))[1]
-    for each in (decoder, SequoiaDecoder(target, None, LOOKUP)):
-        result = each.generate(text[:PROMPT], NEW)
+    for drafting in (decoder, SequoiaDecoder(target, None, LOOKUP)):
+        result = drafting.generate(text[:PROMPT], NEW)
         assert result.sequences[0].equal(text) and result.tokens_per_step > 1.01
     assert counts == {1, 2, 3, 4, 5}
     monkeypatch.setattr(RecurrentCache, "roll_back", TreeCache.roll_back)
