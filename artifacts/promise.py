@@ -23,15 +23,13 @@ Values = Mapping[str, Sequence[float]]
 Ends = tuple[float, float]
 
 
-def promise(
-    values: Values, kinds: Sequence[str], time_error: float = 0.0
-) -> tuple[float, Ends | None]:
+def promise(values: Values, kinds: Sequence[str]) -> tuple[float, Ends | None]:
     """The median over prompts of these kinds, and the 95 % interval of the one that is measured.
 
     The median is that of the profiled prompts of the kinds, and would be another one with others in
     their place; so would the measured one, of one prompt for each of `kinds`. The interval holds
-    what both leave open, and an error of the logarithm of step times. It is None if fewer than
-    `MIN_PROMPTS` prompts have others of their kind to differ from.
+    what both leave open; step times are taken as they are. It is None if fewer than `MIN_PROMPTS`
+    prompts have others of their kind to differ from.
     """
     logs = {kind: np.log(of_kind) for kind, of_kind in values.items()}
     deviations = {
@@ -48,27 +46,23 @@ def promise(
 
     def drawn(kind: str, count: int) -> Floats:
         """So many prompts of a kind, again and again, float64 [RESAMPLES, count]."""
-        is_enough = logs[kind].size >= MIN_PROMPTS
-        chosen = rng.choice(deviations[kind] if is_enough else all_deviations, (RESAMPLES, count))
+        few = logs[kind].size < MIN_PROMPTS
+        chosen = rng.choice(all_deviations if few else deviations[kind], (RESAMPLES, count))
         return chosen + np.median(logs[kind])
 
     profiled = np.hstack([drawn(kind, logs[kind].size) for kind in numbers])
     measured = np.hstack([drawn(kind, count) for kind, count in numbers.items()])
     errors = np.median(measured, 1) - weighted_median(profiled, weights)
-    errors += rng.normal(0, time_error, RESAMPLES)
     low, high = np.exp(median + np.quantile(errors, [0.025, 0.975])).tolist()
     return math.exp(median), (low, high)
 
 
-def interval_of_new_kind(values: Values, time_error: float = 0.0) -> Ends | None:
+def interval_of_new_kind(values: Values) -> Ends | None:
     """The 95 % interval of the median of a kind that was not profiled; None for too few kinds."""
     medians = np.array([np.median(np.log(of_kind)) for of_kind in values.values()])
     if medians.size < MIN_KINDS:
         return None
-    kinds_error = (
-        student95(medians.size - 1) * medians.std(ddof=1) * math.sqrt(1 + 1 / medians.size)
-    )
-    error = math.hypot(kinds_error, Z95 * time_error)
+    error = medians.std(ddof=1) * math.sqrt(1 + 1 / medians.size) * student95(medians.size - 1)
     return math.exp(medians.mean() - error), math.exp(medians.mean() + error)
 
 

@@ -124,8 +124,6 @@ def compare(
         method_tree, verifier = trees[name]
         prediction = prediction_for(method_tree, verifier, plan, sampling.settings())
         is_predicted = bool(prediction.speedup) and method_tree == tree
-        if is_predicted and plan.interval:
-            prediction = structs.replace(prediction, interval=plan.interval.predicted_speedup)
         figures[name] = structs.replace(figures[name], prediction=prediction)
         if is_predicted and plan.text_speedups:
             kinds_decoded = list(kinds or [None] * len(prompts))[: len(runs[name])]

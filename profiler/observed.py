@@ -86,7 +86,7 @@ def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
 def named_kinds(kinds: Sequence[str | None]) -> list[str]:
     """The kinds of prompts; `all` for each if one has none, or there are more than a file names."""
     are_named = all(kinds) and len(set(kinds)) <= MAX_KINDS
-    return [kind if kind and are_named else ALL_KINDS for kind in kinds]
+    return [str(kind) if are_named else ALL_KINDS for kind in kinds]
 
 
 def num_counted_levels(tree: TokenTree) -> int:

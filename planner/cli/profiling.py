@@ -169,7 +169,7 @@ def _describe_prompts(profile: Profile, num_half: int, num_all: int) -> str:
         text += f" ({', '.join(f'{number} {kind}' for kind, number in numbers.items())})"
     if used < num_half:
         text += f"; {num_half - used} left out, because --precision is reached without them"
-    return f"{text}; {num_all - num_half} left for bench"
+    return f"{text}; every second one is for bench"
 
 
 def _read_tree(path: str) -> TokenTree:
@@ -189,7 +189,7 @@ def _json_entry(path: Path, profile: Profile) -> dict[str, Any]:
         "output": str(path),
         "acceptance": profile.acceptance.pooled().tolist(),
         "by_level": profile.acceptance.with_one_class().rates[:, 0].tolist(),
-        "by_class": rates.tolist() if rates.shape[1] > 1 else [],
+        "by_class": rates.tolist(),
         "verifier": profile.verifier,
         "prompts": {kind: len(prompts) for kind, prompts in profile.prompts.items()},
     }

@@ -63,18 +63,16 @@ def describe_prediction(plan: Plan) -> Iterator[str]:
         yield _line("for the profiled mix", text)
     for kind, speedup in plan.speedup_by_kind.items():
         ends = _in_parentheses(plan.interval_by_kind.get(kind))
-        yield _line(f"  {kind}", f"{speedup:.2f}x{ends}, of {len(plan.text_speedups[kind])}")
+        number = len(plan.text_speedups.get(kind, ()))
+        yield _line(f"  {kind}", f"{speedup:.2f}x{ends}, of {number}")
     if plan.expected_tokens is not None:
         ends = _in_parentheses(interval.expected_tokens)
         yield _line("expected tokens a step", f"{plan.expected_tokens:.4f}{ends}")
     if new_kind.expected_tokens:
-        text = f"{_low_to_high(new_kind.expected_tokens)} tokens a step (95 %)"
-        yield _line("prompts of a new kind", text)
+        yield _line("prompts of a new kind", f"{_low_to_high(new_kind.expected_tokens)} (95 %)")
     if plan.predicted_speedup is not None and plan.step_seconds is not None:
-        title, ends = "for all tokens together", ""
-        if not plan.median_speedup:
-            title, ends = "predicted speed-up", _in_parentheses(interval.predicted_speedup)
-        text = f"{plan.predicted_speedup:.3f}x over plain decoding{ends}"
+        title = "for all tokens together" if plan.median_speedup else "predicted speed-up"
+        text = f"{plan.predicted_speedup:.3f}x over plain decoding"
         yield _line(title, f"{text}, {plan.step_seconds * 1000:.1f} ms a step")
     if plan.tree_speedup is not None:
         text = f"{plan.tree_speedup:.3f}x with the fastest single tree on the same texts"
@@ -95,7 +93,7 @@ def _describe_details(plan: Plan) -> Iterator[str]:
         bound = plan.upper_bound
         text = "" if bound is None else f"; any tree of this size: at most {bound:.4f} tokens"
         yield _line("solver", plan.solver + text)
-    if plan.interval and not plan.interval_new_kind:
+    if plan.acceptance and not plan.interval_new_kind:
         reason = f"the profiled prompts name fewer than {MIN_KINDS} kinds"
         yield _line("prompts of a new kind", f"not known: {reason}")
     if stream := plan.latency and plan.latency.stream:

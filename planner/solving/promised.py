@@ -12,35 +12,29 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval
 from sequoia_plan.artifacts.promise import Values, interval_of_new_kind, promise
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.artifacts.uncertainty import step_time_error
 
 MORE_TRIALS = 50
 """Trials that are as all prompts, beside those of a kind."""
 
 
-def promised_figures(tokens: Values, speedups: Values, time_error: float = 0.0) -> dict[str, Any]:
-    """The figures of a plan over prompts, from tokens a step and speed-up of each, if known.
+def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
+    """The figures of a plan over prompts, from tokens a step and speed-up of each, if known."""
 
-    `time_error` is the standard error of the logarithm of step times.
-    """
-
-    def promised(values: Values, kinds: Iterable[str], error: float) -> tuple[Any, Any]:
+    def promised(values: Values, kinds: Iterable[str]) -> tuple[Any, Any]:
         """The promise for as many prompts as were profiled of these kinds."""
         names = [kind for kind in kinds for _ in values[kind]]
-        return promise(values, names, error) if names else (None, None)
+        return promise(values, names) if names else (None, None)
 
-    ends = promised(tokens, tokens, 0.0)[1]
-    median, speedup_ends = promised(speedups, speedups, time_error)
-    new_kind = interval_of_new_kind(tokens), interval_of_new_kind(speedups, time_error)
-    by_kind = {
-        kind: promised(speedups, [kind], time_error) for kind in speedups if kind != ALL_KINDS
-    }
+    median, speedup_ends = promised(speedups, speedups)
+    ends = promised(tokens, tokens)[1], speedup_ends
+    new_kind = interval_of_new_kind(tokens), interval_of_new_kind(speedups)
+    by_kind = {kind: promised(speedups, [kind]) for kind in speedups if kind != ALL_KINDS}
     return {
         "text_speedups": {kind: tuple(of_kind) for kind, of_kind in speedups.items()},
         "median_speedup": median,
         "speedup_by_kind": {kind: middle for kind, (middle, _) in by_kind.items()},
         "interval_by_kind": {kind: pair for kind, (_, pair) in by_kind.items() if pair},
-        "interval": Interval(0.95, ends, speedup_ends) if ends or speedup_ends else None,
+        "interval": Interval(0.95, *ends) if any(ends) else None,
         "interval_new_kind": Interval(0.95, *new_kind) if any(new_kind) else None,
     }
 
@@ -51,16 +45,14 @@ def single_tree_figures(
     """What the plan of a single tree promises."""
     if tree.size == 1:
         return {}
-    rates = profile.acceptance.rates
-    tokens = {
-        kind: sorted(expected_tokens(tree, scaled(rates, ratios)) for ratios in of_prompts)
-        for kind, (_, of_prompts) in ratios_by_kind(profile).items()
-    }
-    if times is None or not math.isfinite(times.step_seconds(tree)):
-        return promised_figures(tokens, {})
-    factor = times.plain_seconds() / times.step_seconds(tree)
-    speedups = {kind: [factor * value for value in of_kind] for kind, of_kind in tokens.items()}
-    return promised_figures(tokens, speedups, step_time_error(tree, times))
+    tokens, speedups = {}, {}
+    for kind, (_, ratios_of_prompts) in ratios_by_kind(profile).items():
+        rates = [scaled(profile.acceptance.rates, ratios) for ratios in ratios_of_prompts]
+        tokens[kind] = sorted(expected_tokens(tree, of_prompt) for of_prompt in rates)
+        if times and math.isfinite(times.step_seconds(tree)):
+            factor = times.plain_seconds() / times.step_seconds(tree)
+            speedups[kind] = [factor * value for value in tokens[kind]]
+    return promised_figures(tokens, speedups)
 
 
 def ratios_by_kind(profile: Profile) -> dict[str, tuple[Floats, list[Floats]]]:

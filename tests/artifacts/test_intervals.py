@@ -6,13 +6,9 @@ import pytest
 from sequoia_plan.artifacts import (
     Acceptance,
     Counts,
-    Latency,
     Profile,
-    TokenTree,
 )
 from sequoia_plan.artifacts.acceptance import estimate
-from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.artifacts.uncertainty import step_time_error
 from sequoia_plan.planner import solve
 
 
@@ -71,30 +67,3 @@ def test_rates_of_few_observations_are_shared():
     assert estimate(*one_class).ravel().tolist() == [0.5, 0.5, 0.9]  # as the level above
     off_unknown = estimate(np.array([[500.0, 0], [300, 0]]), accepted[:2] * [[[1.0], [0.0]]] / 10)
     assert off_unknown.shape == (2, 1, 1)
-
-
-def test_the_error_of_step_times_is_their_spread():
-    """Step times over plain ones vary as much as each profile's quartiles say.
-
-    They are computed from normal timings that are drawn again and again.
-    """
-    tree, rounds, rng = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3]), 25, np.random.default_rng(0)
-    truth = {"target": {1: 0.04, 7: 0.05}, "draft": {1: 0.004, 2: 0.005, 7: 0.008}}
-
-    def measured():
-        samples = {
-            name: {n: rng.normal(t, 0.05 * t, rounds) for n, t in curve.items()}
-            for name, curve in truth.items()
-        }
-        medians, quartiles = (
-            {name: {n: of(x) for n, x in curve.items()} for name, curve in samples.items()}
-            for of in (lambda x: float(np.median(x)), lambda x: tuple(np.quantile(x, [0.25, 0.75])))
-        )
-        counts = dict.fromkeys((1, 2, 7), rounds)
-        times = StepTime(Latency(**medians, samples=counts, quartiles=quartiles))
-        ratio = np.log(times.step_seconds(tree) / times.plain_seconds())
-        return ratio, step_time_error(tree, times)
-
-    ratios, errors = np.array([measured() for _ in range(1_000)]).T
-    assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.25)
-    assert step_time_error(tree, StepTime(Latency(**truth))) == 0

@@ -54,8 +54,6 @@ def test_a_promise_is_a_median_in_which_each_prompt_has_its_kind():
     many = values | {"more": (1.0, 1.1, 1.2)}
     low, high = promise(many, ["chat"])[1]
     assert low < 1.2 < 1.4 < high
-    wider = promise(many, ["chat"] * 9, time_error=0.5)[1]
-    assert np.log(wider[1] / wider[0]) > 1.5
     assert interval_of_new_kind(many) is None
     assert weighted_median(np.array([3.0, 1.0, 2.0]), np.array([1, 1, 0.5])) == 2.0
 

@@ -23,7 +23,7 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.artifacts.plan import Interval, MatchPlan
+from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.solving.baselines import bench_trees
@@ -350,7 +350,6 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
         by_match=tuple(MatchPlan(length, 0.5, acceptance, TOKENS, 0.06) for length in (0, 2)),
         acceptance=acceptance,
         latency=TREE.plan.latency,
-        interval=Interval(predicted_speedup=(1.1, 1.3)),
     )
     for plan in (by_kind, replace(by_kind, text_speedups={})):
         tree = TokenTree(TREE.parents, plan, by_match={2: TokenTree(TREE.parents, looks_up=True)})
@@ -363,6 +362,9 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
         assert (plain.prediction, alone.prediction) == (Prediction(1.0, 1.0), Prediction())
         counts = {kind: figures.prompts for kind, figures in ours.by_kind.items()}
         if plan is by_kind:
-            assert ours.prediction.speedup == pytest.approx(3.0) and counts == {"copy": 2, "chat": 1}
+            assert ours.prediction.speedup == pytest.approx(3.0) and counts == {
+                "copy": 2,
+                "chat": 1,
+            }
         else:
-            assert ours.prediction.interval == (1.1, 1.3) and counts == {}
+            assert counts == {}

@@ -21,7 +21,6 @@ from sequoia_plan.artifacts.acceptance import rounded
 from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
 from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.artifacts.uncertainty import step_time_error
 from sequoia_plan.planner.solving.match.acceptance import (
     drafted_acceptance,
     looked_up_acceptance,
@@ -158,8 +157,7 @@ def figures_by_kind(profile: Profile, tree: TokenTree, recording: Recording) -> 
             alone = map(decode, zip(texts), ratios_of_prompts)
             speedups = sorted(text.speed * plain_seconds for text in alone if text)
             text_speedups[kind] = tuple(speedups)
-    time_error = step_time_error(tree, recording.times)
-    return promised_figures({}, text_speedups, time_error) | {"tokens_by_kind": tokens_by_kind}
+    return promised_figures({}, text_speedups) | {"tokens_by_kind": tokens_by_kind}
 
 
 def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
