@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sequoia_plan.runtime.compiled.attention import LOG2_E, QUERIES, gate
+from sequoia_plan.runtime.compiled.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.compiled.vectors import LANES, LONG
 
 UNIT = 32
@@ -47,8 +47,8 @@ class Inputs(NamedTuple):
 
     `first` float32 [rows, n]: what the first layer attends to, [0, 0]: the normed `x`; `rotary`
     float32 [positions, 2, head_dim / 2]; `visible` bool [rows, extent]; `keys` [layers, heads,
-    slots / 16, head_dim, 16] and `values` [layers, heads, slots, head_dim], uint16 (bfloat16) or
-    uint32 (float32).
+    slots / BLOCK, head_dim / n, BLOCK, n] and `values` [layers, heads, slots / n, head_dim, n],
+    uint16 (bfloat16, n = 2) or uint32 (float32, n = 1).
     """
 
     x: Any
@@ -110,9 +110,9 @@ def call_8(context, function, a, b, c, d, e, f, g, h):
 
 
 @intrinsic
-def call_9(context, function, a, b, c, d, e, f, g, h, i):
-    """Call a function of nine int64 by its address."""
-    return _calls(9)
+def call_10(context, function, a, b, c, d, e, f, g, h, i, j):
+    """Call a function of ten int64 by its address."""
+    return _calls(10)
 
 
 @intrinsic
@@ -210,7 +210,7 @@ def bits_for_cache(number, entries):
 def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers):
     """Some heads' queries, keys and values; keys and values are then in the cache."""
     num_rows, head_dim, group = inputs.slots.shape[0], model.head_dim, model.heads
-    kv_heads = inputs.keys.shape[1]
+    kv_heads, per_word = inputs.keys.shape[1], inputs.keys.shape[5]
     first_head, end_head = share(group + 2 * kv_heads, worker, workers)
     heads, bits = scratch.heads, scratch.heads.view(np.uint32)
     encoder = 0
@@ -234,20 +234,24 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
                     values += model.biases[layer, head * head_dim : (head + 1) * head_dim]
                 if part != VALUE and model.head_norms.shape[0]:
                     normalise(values, model.head_norms[layer, part], model.epsilon, values)
+                numbers = bits[row, head * head_dim : (head + 1) * head_dim]
                 if part == QUERY:  # scores are in units of log 2
                     factor = np.float32(LOG2_E / np.sqrt(head_dim))
                     rotate(values, cosines, sines, factor)
+                    query = numbers.view(inputs.keys.dtype)
+                    for i in range(head_dim):
+                        query[i] = bits_for_cache(numbers[i], inputs.keys)
                 elif part == KEY:
                     rotate(values, cosines, sines, np.float32(1))
-                    block = inputs.keys[layer, head - start, slot // LANES]
+                    block = inputs.keys[layer, head - start, slot // BLOCK]
                     for i in range(head_dim):
-                        number = bits[row, head * head_dim + i]
-                        block[i, slot % LANES] = bits_for_cache(number, inputs.keys)
+                        number = bits_for_cache(numbers[i], inputs.keys)
+                        block[i // per_word, slot % BLOCK, i % per_word] = number
                 else:
-                    entry = inputs.values[layer, head - start, slot]
+                    entry = inputs.values[layer, head - start, slot // per_word]
                     for i in range(head_dim):
-                        number = bits[row, head * head_dim + i]
-                        entry[i] = bits_for_cache(number, inputs.values)
+                        number = bits_for_cache(numbers[i], inputs.values)
+                        entry[i, per_word - 1 - slot % per_word] = number
         start += count
 
 
@@ -255,42 +259,49 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
 def attend(model, layer, inputs, scratch, worker, workers):
     """Attention of some heads' queries; queries of one cached head go together."""
     num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
-    group = model.heads // kv_heads
-    queries, results = np.empty(QUERIES, np.int64), np.empty(QUERIES, np.int64)
-    seen = np.empty(QUERIES, np.int64)
-    batches = -(-num_rows * group // QUERIES)
-    spans, visible = scratch.spans[worker], inputs.visible
-    first_item, end_item = share(kv_heads * batches, worker, workers)
-    for item in range(first_item, end_item):
+    group, spans, visible = model.heads // kv_heads, scratch.spans[worker], inputs.visible
+    addresses = np.empty((3, QUERIES * BATCHES), np.int64)
+    queries, results, seen = addresses[0], addresses[1], addresses[2]
+    batches, scores = -(-num_rows * group // QUERIES), scratch.scores[worker]
+    item, end_item = share(kv_heads * batches, worker, workers)
+    while item < end_item:
         kv_head, batch = item // batches, item % batches
-        start = batch * QUERIES
-        count = min(num_rows * group - start, QUERIES)
+        taken = min(BATCHES, end_item - item, batches - batch)
+        item, start = item + taken, batch * QUERIES
+        count = min(num_rows * group - start, taken * QUERIES)
         first, end = visible.shape[1], 0
+        scores[:count, :LANES] = 0
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
             first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
+            result = scratch.attended[row, head * head_dim : (head + 1) * head_dim]
+            result[:] = 0
             queries[query] = scratch.heads[row, head * head_dim :].ctypes.data
-            results[query] = scratch.attended[row, head * head_dim :].ctypes.data
-            seen[query] = visible[row].ctypes.data
+            results[query], seen[query] = result.ctypes.data, visible[row].ctypes.data
         seen += first
-        call_9(
+        call_10(
             model.attend, queries.ctypes.data, results.ctypes.data, seen.ctypes.data, count,
-            inputs.keys[layer, kv_head, first // LANES :].ctypes.data,
-            inputs.values[layer, kv_head, first:].ctypes.data, head_dim, (end - first) // LANES,
-            scratch.scores[worker].ctypes.data,
+            inputs.keys[layer, kv_head, first // BLOCK :].ctypes.data,
+            inputs.values[layer, kv_head, first // inputs.keys.shape[5] :].ctypes.data,
+            head_dim, (end - first) // BLOCK, scores.ctypes.data, scores.strides[0],
         )  # fmt: skip
+        for query in range(count):
+            row, head = (start + query) // group, kv_head * group + (start + query) % group
+            total = scores[query // QUERIES * QUERIES, query % QUERIES]
+            if total > 0:  # a row may see no slot
+                scratch.attended[row, head * head_dim : (head + 1) * head_dim] /= total
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def find_spans(visible, spans):
-    """For each row, the slots from its first visible one to its last, in multiples of 16."""
+    """For each row, the slots from its first visible one to its last, in whole blocks."""
     for row in range(visible.shape[0]):
         first, end = 0, visible.shape[1]
         while first < end and not visible[row, first]:
             first += 1
         while end > first and not visible[row, end - 1]:
             end -= 1
-        spans[row, 0], spans[row, 1] = first // LANES * LANES, -(-end // LANES) * LANES
+        spans[row, 0], spans[row, 1] = first // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -18,7 +18,6 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 from sequoia_plan.runtime.compiled.vectors import (
-    BFLOATS,
     BYTE,
     FLOAT,
     FLOATS,
@@ -140,7 +139,6 @@ def _emit_float_group(
     groups: Any, totals: Any,
 ) -> None:  # fmt: skip
     """Add the products of one input, or of two in bfloat16, to the totals."""
-    builder = emit.builder
     vector_bytes = format.block_bytes(encoding) // FLOAT_TILE
     if encoding == ENCODE_BFLOAT16:
         for vector in range(FLOAT_TILE):
@@ -149,14 +147,7 @@ def _emit_float_group(
             )
             for row, variables in zip(rows, totals, strict=True):
                 pair = emit.load_splat(emit.at(row, (group, 4)), WORD)
-                total = emit.call(
-                    "llvm.x86.avx512bf16.dpbf16ps.512",
-                    FLOATS,
-                    builder.load(variables[vector]),
-                    builder.bitcast(weights, BFLOATS),
-                    builder.bitcast(pair, BFLOATS),
-                )
-                builder.store(total, variables[vector])
+                emit.add_product(weights, pair, variables[vector])
         return
     parts = [
         emit.floats(
@@ -246,22 +237,11 @@ def _emit_integer_sum(emit: Emitter, encoding: int, quads: list[Any], numbers: A
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(
-    context,
-    rows,
-    row_bytes,
-    tile,
-    scales,
-    results,
-    result_bytes,
-    groups,
-    kind,
-    num_rows,
+    context, rows, row_bytes, tile, scales, results, result_bytes, groups, count, kind
 ):
-    """See `_emit_tile`."""
-    arguments = (
-        rows, row_bytes, tile, scales, results, result_bytes, groups, kind, num_rows,
-    )  # fmt: skip
-    return emitted(_emit_tile, arguments, literals=2)
+    """See `_emit_tile`; `count`: of rows, up to `MAX_ROWS`."""
+    arguments = rows, row_bytes, tile, scales, results, result_bytes, groups, count, kind
+    return emitted(_emit_tile, arguments, literals=1, counts=MAX_ROWS)
 
 
 @functools.cache
@@ -279,22 +259,7 @@ def multiplier(number: int, encoding: int) -> Any:
             while first < num_rows:
                 x, y = rows + first * row_bytes, results + first * result_bytes
                 left = min(num_rows - first, MAX_ROWS)
-                if left == 1:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 1)
-                elif left == 2:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 2)
-                elif left == 3:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 3)
-                elif left == 4:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 4)
-                elif left == 5:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 5)
-                elif left == 6:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 6)
-                elif left == 7:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 7)
-                else:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 8)
+                multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, left, kind)
                 first += left
             tile += steps * block_bytes
             scales += steps * group_bytes
