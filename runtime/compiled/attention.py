@@ -36,9 +36,9 @@ BLOCK = BLOCK_VECTORS * LANES
 """Slots whose scores are computed at once."""
 PART = 16
 """Blocks of a part."""
-VALUE_VECTORS = 4
-"""Vectors of a value that are summed at once."""
 WORD_BYTES, VECTOR_BYTES = 4, 4 * LANES
+VALUE_BYTES = 4 * VECTOR_BYTES
+"""Of a value's sums that are in registers at once."""
 WORD_KINDS = {2: (WORD, WORDS), 4: (FLOAT, FLOATS)}
 """By the bytes of a number: a pair of bfloat16 numbers, or one of float32."""
 BOOLS = ir.VectorType(ir.IntType(1), LANES)
@@ -57,14 +57,14 @@ def numbers_per_word(key_bytes: int) -> int:
 
 def _emit_scores(
     emit: Emitter,
-    queries: Any,
     visible: Any,
     keys: Any,
     words: Any,
     first: Any,
     blocks: Any,
+    queries: Any,
     scores: Any,
-    score_bytes: Any,
+    stride: Any,
     key_bytes: int,
     num_queries: int,
 ) -> None:
@@ -73,38 +73,37 @@ def _emit_scores(
     `words`: of a query, and of a key; `keys` [blocks, words, slots of a block].
     """
     builder, (kind, vector_kind) = emit.builder, WORD_KINDS[key_bytes]
-    addresses = [emit.load(emit.at(queries, 8 * query), LONG) for query in range(num_queries)]
     seen = [emit.load(emit.at(visible, 8 * query), LONG) for query in range(num_queries)]
     nothing = ir.Constant(ir.VectorType(BYTE, LANES), [0] * LANES)
     hidden = ir.Constant(FLOATS, [HIDDEN] * LANES)
     with emit.loop(blocks) as index:
         block = builder.add(index, first)
-        totals = [emit.variables(BLOCK_VECTORS, FLOATS) for _ in range(num_queries)]
+        totals = [emit.variables(BLOCK_VECTORS) for _ in range(num_queries)]
         block_keys = emit.at(keys, (builder.mul(block, words), BLOCK * WORD_BYTES))
         with emit.loop(words) as word:
             start = emit.at(block_keys, (word, BLOCK * WORD_BYTES))
             vectors = emit.load_vectors(start, BLOCK_VECTORS, vector_kind)
-            for address, variables in zip(addresses, totals, strict=True):
-                number = emit.load_splat(emit.at(address, (word, WORD_BYTES)), kind)
+            for query, variables in enumerate(totals):
+                address = emit.at(queries, (stride, query), (word, WORD_BYTES))
+                number = emit.load_splat(address, kind)
                 for vector, variable in zip(vectors, variables, strict=True):
                     emit.add_product(number, vector, variable)
         for query, variables in enumerate(totals):
-            results = []
+            target = emit.at(scores, (stride, query), (block, BLOCK * WORD_BYTES))
             for part, variable in enumerate(variables):
                 mask = emit.load(emit.at(seen[query], (block, BLOCK), LANES * part), nothing.type)
                 is_seen = builder.icmp_unsigned("!=", mask, nothing)
-                results.append(builder.select(is_seen, builder.load(variable), hidden))
-            target = emit.at(scores, (score_bytes, query), (block, BLOCK * WORD_BYTES))
-            emit.store_vectors(results, target)
+                score = builder.select(is_seen, builder.load(variable), hidden)
+                emit.store(score, emit.at(target, part * VECTOR_BYTES))
 
 
 @intrinsic(prefer_literal=True)
 def compute_scores(
-    context, queries, visible, keys, words, first, blocks, scores, score_bytes, count, key_bytes
+    context, visible, keys, words, first, blocks, queries, scores, stride, count, key_bytes
 ):
     """See `_emit_scores`; `count`: of queries, up to `QUERIES`."""
     arguments = (
-        queries, visible, keys, words, first, blocks, scores, score_bytes, count, key_bytes,
+        visible, keys, words, first, blocks, queries, scores, stride, count, key_bytes,
     )  # fmt: skip
     return emitted(_emit_scores, arguments, literals=1, counts=QUERIES)
 
@@ -126,7 +125,7 @@ def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any
 def _emit_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
     """Replace scores, in units of log 2, by 2^(score - largest) as numbers of the cache."""
     builder = emit.builder
-    (largest,) = emit.variables(1, FLOATS)
+    (largest,) = emit.variables(1)
     builder.store(ir.Constant(FLOATS, [LOWEST] * LANES), largest)
     with emit.loop(blocks) as block:
         start = emit.at(scores, (block, BLOCK * WORD_BYTES))
@@ -155,52 +154,47 @@ def compute_weights(context, scores, blocks, key_bytes):
 def _emit_weighted_sums(
     emit: Emitter,
     weights: Any,
-    weight_bytes: Any,
     values: Any,
     value_bytes: Any,
     words: Any,
-    results: Any,
-    result_offset: Any,
     totals: Any,
+    sums: Any,
+    stride: Any,
     key_bytes: int,
     vectors: int,
     num_queries: int,
 ) -> None:
-    """Add weights[query, slot] * values[slot] to results[query], and weights to totals[query].
+    """Add weights[query, slot] * values[slot] to sums[query], and weights to lane `query`.
 
-    `words`: of weights; of each value, `vectors` vectors are read. `results`: an address for each
-    query, to which `result_offset` bytes are added.
+    `words`: of weights; of each value, `vectors` vectors are read. `totals`: of the lanes.
     """
     kind, vector_kind = WORD_KINDS[key_bytes]
     one = ir.Constant(vector_kind, [1.0 if kind == FLOAT else 0x3F803F80] * LANES)
-    queries = range(num_queries)
-    places = [emit.at(emit.load(emit.at(results, 8 * q), LONG), result_offset) for q in queries]
-    sums = [emit.variables(vectors, FLOATS, place) for place in places]
-    (total,) = emit.variables(1, FLOATS, totals)
+    places = [emit.at(sums, (stride, query)) for query in range(num_queries)]
+    results = [emit.variables(vectors, place) for place in places]
+    (total,) = emit.variables(1, totals)
     with emit.loop(words) as word:
         value = emit.at(values, emit.builder.mul(word, value_bytes))
         parts, lanes = emit.load_vectors(value, vectors, vector_kind), one
-        for query, variables in zip(queries, sums, strict=True):
-            address = emit.at(weights, (weight_bytes, query), (word, WORD_BYTES))
-            weight = emit.load_splat(address, kind)
+        for query, variables in enumerate(results):
+            weight = emit.load_splat(emit.at(weights, (stride, query), (word, WORD_BYTES)), kind)
             own_lane = ir.Constant(BOOLS, [lane == query for lane in range(LANES)])
             lanes = emit.builder.select(own_lane, weight, lanes)
             for part, variable in zip(parts, variables, strict=True):
                 emit.add_product(weight, part, variable)
         emit.add_product(lanes, one, total)
-    for place, variables in zip([*places, totals], [*sums, [total]], strict=True):
-        emit.store_vectors([emit.builder.load(variable) for variable in variables], place)
+    for place, variables in zip([*places, totals], [*results, [total]], strict=True):
+        for part, variable in enumerate(variables):
+            emit.store(emit.builder.load(variable), emit.at(place, part * VECTOR_BYTES))
 
 
 @intrinsic(prefer_literal=True)
 def compute_weighted_sums(
-    context, weights, weight_bytes, values, value_bytes, words, results, result_offset, totals,
-    count, key_bytes, vectors,
-):  # fmt: skip
+    context, weights, values, value_bytes, words, totals, sums, stride, count, key_bytes, vectors
+):
     """See `_emit_weighted_sums`; `count`: of queries, up to `QUERIES`."""
     arguments = (
-        weights, weight_bytes, values, value_bytes, words, results, result_offset, totals,
-        count, key_bytes, vectors,
+        weights, values, value_bytes, words, totals, sums, stride, count, key_bytes, vectors,
     )  # fmt: skip
     return emitted(_emit_weighted_sums, arguments, literals=2, counts=QUERIES)
 
@@ -227,40 +221,39 @@ def gate(context, gate, up, results):
 def attender(key_bytes: int) -> Any:
     """A compiled function: attention of up to `QUERIES * BATCHES` queries of one cached head.
 
-    `queries`, `results`, `visible`: of int64 [count], addresses of [head_dim] numbers of the cache,
-    of float32 [head_dim], to which weighted values are added, and of bool [slots]; `keys`,
-    `values`: of the first of `blocks`; `scores`: of float32 [QUERIES * BATCHES, 16 + slots]. In
-    its first columns, 0 before, are then the totals of weights: of query q in row q // QUERIES *
-    QUERIES, column q % QUERIES.
+    `visible`: int64 [count], addresses of bool [slots]; `keys`, `values`: of the first of `blocks`;
+    `rows`: of a row for each query, `stride` bytes each: 16 lanes and the sums of values, float32
+    [head_dim], both 0 before; the query, [head_dim] words; and memory for scores. Query q's total
+    of weights is then in row q // QUERIES * QUERIES, lane q % QUERIES.
     """
     per_word = numbers_per_word(key_bytes)
 
-    @cfunc(types.void(*[types.int64] * 10), cache=True, error_model="numpy")
-    def attend(queries, results, visible, count, keys, values, head_dim, blocks, scores, stride):
-        words, value_bytes, first_score = head_dim // per_word, head_dim * WORD_BYTES, scores + 64
+    @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
+    def attend(visible, count, keys, values, head_dim, blocks, rows, stride):
+        value_bytes, sums = head_dim * WORD_BYTES, rows + VECTOR_BYTES
+        queries = sums + value_bytes
+        scores = queries + value_bytes
         for first in range(0, blocks, PART):
             n = min(PART, blocks - first)
             for q in range(0, count, QUERIES):
-                left, s = min(QUERIES, count - q), first_score + q * stride
-                x, m = queries + 8 * q, visible + 8 * q
-                compute_scores(x, m, keys, words, first, n, s, stride, left, key_bytes)
+                x, s, left = queries + q * stride, scores + q * stride, min(QUERIES, count - q)
+                compute_scores(
+                    visible + 8 * q, keys, head_dim // per_word, first, n, x, s, stride, left,
+                    key_bytes,
+                )  # fmt: skip
         for q in range(count):
-            compute_weights(first_score + q * stride, blocks, key_bytes)
+            compute_weights(scores + q * stride, blocks, key_bytes)
         for first in range(0, blocks, PART):
             n = min(PART, blocks - first) * BLOCK // per_word
-            v = values + first * BLOCK * head_dim * key_bytes
             for q in range(0, count, QUERIES):
-                left, y, t = min(QUERIES, count - q), results + 8 * q, scores + q * stride
-                w = first_score + q * stride + first * BLOCK * key_bytes
-                for d in range(0, value_bytes, VALUE_VECTORS * VECTOR_BYTES):
-                    if d + VALUE_VECTORS * VECTOR_BYTES <= value_bytes:
-                        compute_weighted_sums(
-                            w, stride, v + d, value_bytes, n, y, d, t, left, key_bytes, 4
-                        )
-                    else:  # half as many, since heads have a multiple of 32 numbers
-                        compute_weighted_sums(
-                            w, stride, v + d, value_bytes, n, y, d, t, left, key_bytes, 2
-                        )
-                    t = scores + (q + 1) * stride  # read by nobody: the totals are there
+                w = scores + q * stride + first * BLOCK * key_bytes
+                v = values + first * BLOCK * head_dim * key_bytes
+                t, y, left = rows + q * stride, sums + q * stride, min(QUERIES, count - q)
+                for _ in range(value_bytes // VALUE_BYTES):
+                    compute_weighted_sums(w, v, value_bytes, n, t, y, stride, left, key_bytes, 4)
+                    v, y = v + VALUE_BYTES, y + VALUE_BYTES
+                    t = rows + (q + 1) * stride  # read by nobody: the totals are there
+                if value_bytes % VALUE_BYTES:  # half: heads have a multiple of 32 numbers
+                    compute_weighted_sums(w, v, value_bytes, n, t, y, stride, left, key_bytes, 2)
 
     return attend

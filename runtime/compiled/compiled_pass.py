@@ -174,8 +174,6 @@ class CompiledPass:
         self.scratch_rows = rows = max(rows, self.scratch_rows)
         self.scratch_slots = slots = max(slots, self.scratch_slots)
         model, workers = self.packed.model, self.workers.count
-        heads = model.heads * model.head_dim
-        all_heads = heads + 2 * self.kv_heads * model.head_dim
         widest = max(matrix.encoded_bytes for matrix in self.packed.matrices)
 
         def floats(*shape: int) -> NDArray[np.float32]:
@@ -185,10 +183,10 @@ class CompiledPass:
         self.scratch = Scratch(
             normed=floats(workers, rows, self.padded_width),
             encoded=aligned_zeros((workers, rows, widest)),
-            scores=floats(workers, QUERIES * BATCHES, LANES + slots),
+            attention=floats(workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),
             spans=np.zeros((workers, rows, 2), np.int64),
-            heads=floats(rows, all_heads),
-            attended=floats(rows, heads),
+            heads=floats(rows, model.heads + 2 * self.kv_heads, model.head_dim),
+            attended=floats(rows, model.heads, model.head_dim),
             added=floats(rows, self.padded_width),
             gate=floats(rows, self.inner_width),
             up=floats(rows, self.inner_width),

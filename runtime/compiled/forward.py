@@ -62,11 +62,11 @@ class Inputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of a pass; `normed`, `encoded`, `scores` and `spans` are each worker's own."""
+    """Memory of a pass; `normed`, `encoded`, `attention` and `spans` are each worker's own."""
 
     normed: Any
     encoded: Any
-    scores: Any
+    attention: Any
     spans: Any
     heads: Any
     attended: Any
@@ -107,12 +107,6 @@ def call_6(context, function, a, b, c, d, e, f):
 def call_8(context, function, a, b, c, d, e, f, g, h):
     """Call a function of eight int64 by its address."""
     return _calls(8)
-
-
-@intrinsic
-def call_10(context, function, a, b, c, d, e, f, g, h, i, j):
-    """Call a function of ten int64 by its address."""
-    return _calls(10)
 
 
 @intrinsic
@@ -197,13 +191,14 @@ def rotate(row, cosines, sines, factor):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def bits_for_cache(number, entries):
-    """The bits of a float32 as the cache has them: as they are, or rounded to bfloat16."""
-    if entries.itemsize == 4:
-        return number
-    return (number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> np.uint32(
-        16
-    )
+def put(numbers, entries):
+    """Store the bits of float32 numbers as a cache has them: as they are, or in bfloat16."""
+    for i in range(numbers.shape[0]):
+        number = numbers[i]
+        if entries.itemsize == 2:
+            odd = (number >> np.uint32(16)) & np.uint32(1)
+            number = (number + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        entries[i] = number
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -229,29 +224,21 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
             cosines, sines = inputs.rotary[inputs.positions[row]]
             slot = inputs.slots[row]
             for head in range(first, end):
-                values = heads[row, head * head_dim : (head + 1) * head_dim]
+                values, numbers = heads[row, head], bits[row, head]
                 if model.biases.shape[0]:
                     values += model.biases[layer, head * head_dim : (head + 1) * head_dim]
                 if part != VALUE and model.head_norms.shape[0]:
                     normalise(values, model.head_norms[layer, part], model.epsilon, values)
-                numbers = bits[row, head * head_dim : (head + 1) * head_dim]
                 if part == QUERY:  # scores are in units of log 2
-                    factor = np.float32(LOG2_E / np.sqrt(head_dim))
-                    rotate(values, cosines, sines, factor)
-                    query = numbers.view(inputs.keys.dtype)
-                    for i in range(head_dim):
-                        query[i] = bits_for_cache(numbers[i], inputs.keys)
+                    rotate(values, cosines, sines, np.float32(LOG2_E / np.sqrt(head_dim)))
                 elif part == KEY:
                     rotate(values, cosines, sines, np.float32(1))
-                    block = inputs.keys[layer, head - start, slot // BLOCK]
-                    for i in range(head_dim):
-                        number = bits_for_cache(numbers[i], inputs.keys)
-                        block[i // per_word, slot % BLOCK, i % per_word] = number
+                    key = inputs.keys[layer, head - start, slot // BLOCK, :, slot % BLOCK]
+                    for place in range(per_word):
+                        put(numbers[place::per_word], key[:, place])
                 else:
-                    entry = inputs.values[layer, head - start, slot // per_word]
-                    for i in range(head_dim):
-                        number = bits_for_cache(numbers[i], inputs.values)
-                        entry[i, per_word - 1 - slot % per_word] = number
+                    words = inputs.values[layer, head - start, slot // per_word]
+                    put(numbers, words[:, per_word - 1 - slot % per_word])
         start += count
 
 
@@ -260,9 +247,11 @@ def attend(model, layer, inputs, scratch, worker, workers):
     """Attention of some heads' queries; queries of one cached head go together."""
     num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
     group, spans, visible = model.heads // kv_heads, scratch.spans[worker], inputs.visible
-    addresses = np.empty((3, QUERIES * BATCHES), np.int64)
-    queries, results, seen = addresses[0], addresses[1], addresses[2]
-    batches, scores = -(-num_rows * group // QUERIES), scratch.scores[worker]
+    bits, scratch_rows = scratch.heads.view(np.uint32), scratch.attention[worker]
+    seen, per_word = np.empty(QUERIES * BATCHES, np.int64), inputs.keys.shape[5]
+    sums = scratch_rows[:, LANES : LANES + head_dim]
+    queries = scratch_rows[:, LANES + head_dim : LANES + 2 * head_dim].view(inputs.keys.dtype)
+    batches = -(-num_rows * group // QUERIES)
     item, end_item = share(kv_heads * batches, worker, workers)
     while item < end_item:
         kv_head, batch = item // batches, item % batches
@@ -270,26 +259,24 @@ def attend(model, layer, inputs, scratch, worker, workers):
         item, start = item + taken, batch * QUERIES
         count = min(num_rows * group - start, taken * QUERIES)
         first, end = visible.shape[1], 0
-        scores[:count, :LANES] = 0
+        scratch_rows[:count, : LANES + head_dim] = 0
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
             first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
-            result = scratch.attended[row, head * head_dim : (head + 1) * head_dim]
-            result[:] = 0
-            queries[query] = scratch.heads[row, head * head_dim :].ctypes.data
-            results[query], seen[query] = result.ctypes.data, visible[row].ctypes.data
+            put(bits[row, head], queries[query])
+            seen[query] = visible[row].ctypes.data
         seen += first
-        call_10(
-            model.attend, queries.ctypes.data, results.ctypes.data, seen.ctypes.data, count,
+        call_8(
+            model.attend, seen.ctypes.data, count,
             inputs.keys[layer, kv_head, first // BLOCK :].ctypes.data,
-            inputs.values[layer, kv_head, first // inputs.keys.shape[5] :].ctypes.data,
-            head_dim, (end - first) // BLOCK, scores.ctypes.data, scores.strides[0],
+            inputs.values[layer, kv_head, first // per_word :].ctypes.data,
+            head_dim, (end - first) // BLOCK, scratch_rows.ctypes.data, scratch_rows.strides[0],
         )  # fmt: skip
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
-            total = scores[query // QUERIES * QUERIES, query % QUERIES]
-            if total > 0:  # a row may see no slot
-                scratch.attended[row, head * head_dim : (head + 1) * head_dim] /= total
+            # the largest weight is 1; a row that sees no slot has none
+            total = max(scratch_rows[query // QUERIES * QUERIES, query % QUERIES], np.float32(1))
+            scratch.attended[row, head] = sums[query] / total
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -123,7 +123,7 @@ def _emit_tile(
     number, encoding = divmod(kind, 4)
     format = FORMATS[number]
     vectors = format.outputs // LANES
-    totals = [emit.variables(vectors, FLOATS) for _ in range(num_rows)]
+    totals = [emit.variables(vectors) for _ in range(num_rows)]
     emit_group = _emit_integer_group if format.group else _emit_float_group
     with emit.loop(groups) as group:
         starts = [emit.at(rows, (row_bytes, row)) for row in range(num_rows)]

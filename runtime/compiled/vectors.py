@@ -89,14 +89,12 @@ class Emitter:
         """left * right + total, rounded once."""
         return self.call("llvm.fma.v16f32", FLOATS, left, right, total)
 
-    def variables(
-        self, count: int, kind: ir.Type, address: ir.Value | None = None
-    ) -> list[ir.Value]:
-        """Variables, 0 or what is at an address at first; LLVM keeps them in registers."""
-        variables = [cgutils.alloca_once(self.builder, kind) for _ in range(count)]
-        values = [ir.Constant(kind, [0] * LANES)] * count
-        if address is not None:
-            values = self.load_vectors(address, count, kind)
+    def variables(self, count: int, address: ir.Value | None = None) -> list[ir.Value]:
+        """Vectors, 0 or what is at an address at first; LLVM keeps them in registers."""
+        values = [ir.Constant(FLOATS, [0.0] * LANES)] * count
+        if address:
+            values = self.load_vectors(address, count, FLOATS)
+        variables = [cgutils.alloca_once(self.builder, FLOATS) for _ in values]
         for value, variable in zip(values, variables, strict=True):
             self.builder.store(value, variable)  # not at the function's start: a loop does it again
         return variables
@@ -131,11 +129,6 @@ class Emitter:
     def load_vectors(self, address: ir.Value, count: int, kind: ir.Type) -> list[ir.Value]:
         """Vectors of 64 bytes that lie side by side."""
         return [self.load(self.at(address, 4 * LANES * place), kind) for place in range(count)]
-
-    def store_vectors(self, vectors: list[ir.Value], address: ir.Value) -> None:
-        """Write vectors of 64 bytes side by side."""
-        for place, vector in enumerate(vectors):
-            self.store(vector, self.at(address, 4 * LANES * place))
 
     @contextmanager
     def loop(self, count: ir.Value) -> Iterator[ir.Value]:
