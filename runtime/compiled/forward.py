@@ -250,7 +250,7 @@ def attend(model, layer, inputs, scratch, worker, workers):
     bits, scratch_rows = scratch.heads.view(np.uint32), scratch.attention[worker]
     seen, per_word = np.empty(QUERIES * BATCHES, np.int64), inputs.keys.shape[5]
     sums = scratch_rows[:, LANES : LANES + head_dim]
-    queries = scratch_rows[:, LANES + head_dim : LANES + 2 * head_dim].view(inputs.keys.dtype)
+    queries = scratch_rows.view(inputs.keys.dtype)[:, per_word * (LANES + head_dim) :]
     batches = -(-num_rows * group // QUERIES)
     item, end_item = share(kv_heads * batches, worker, workers)
     while item < end_item:

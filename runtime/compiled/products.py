@@ -140,25 +140,13 @@ def _emit_float_group(
 ) -> None:  # fmt: skip
     """Add the products of one input, or of two in bfloat16, to the totals."""
     vector_bytes = format.block_bytes(encoding) // FLOAT_TILE
-    if encoding == ENCODE_BFLOAT16:
-        for vector in range(FLOAT_TILE):
-            weights = emit.load(
-                emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), WORDS, 64
-            )
-            for row, variables in zip(rows, totals, strict=True):
-                pair = emit.load_splat(emit.at(row, (group, 4)), WORD)
-                emit.add_product(weights, pair, variables[vector])
-        return
-    parts = [
-        emit.floats(
-            emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), format.scale
-        )
-        for vector in range(FLOAT_TILE)
-    ]
-    for row, variables in zip(rows, totals, strict=True):
-        value = emit.load_splat(emit.at(row, (group, 4)), FLOAT)
-        for weights, variable in zip(parts, variables, strict=True):
-            emit.add_product(weights, value, variable)
+    is_pair = encoding == ENCODE_BFLOAT16
+    for vector in range(FLOAT_TILE):
+        place = emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes)
+        weights = emit.load(place, WORDS, 64) if is_pair else emit.floats(place, format.scale)
+        for row, variables in zip(rows, totals, strict=True):
+            number = emit.load_splat(emit.at(row, (group, 4)), WORD if is_pair else FLOAT)
+            emit.add_product(weights, number, variables[vector])
 
 
 def _emit_integer_group(
