@@ -61,25 +61,25 @@ def read(target, cache, tokens, start, mask=None, offsets=None):
     return target(cache, tokens, positions, slots, mask)[0]
 
 
-def tree_and_paths(target, tokens, tree=TREE, start=0):
+def tree_and_paths(target, tokens, tree=TREE):
     """The logits of a tree's nodes as read at once, and as each is read alone after its path.
 
-    All tokens of its path from `start` on are read alone.
+    The last `LENGTH` tokens before the tree are read alone, too.
     """
     length = len(tokens) - tree.size
-    capacity, prefix, nodes = length + 43, tokens[:length], tokens[length:]
+    capacity, nodes = length + 43, tokens[length:]
     tensors = TreeTensors.of(tree, "cpu", torch.float32)
     shared = target.new_cache(capacity, counts_positions=False)
-    read(target, shared, prefix, 0)
+    read(target, shared, tokens[:length], 0)
     mask = tensors.mask[:, tensors.columns(torch.tensor([length]), capacity)]
     at_once = read(target, shared, nodes, length, mask, tensors.offsets)
     alone = []
     for node in range(tree.size):
         cache = target.new_cache(capacity, counts_positions=False)
-        cache.take(shared, start)
-        path = torch.cat([prefix, nodes[tree.attention_mask[node].nonzero()[0]]])
-        for place in range(start, len(path)):
-            logits = read(target, cache, path[place : place + 1], place)
+        cache.take(shared, length - LENGTH)
+        path = torch.cat([tokens[:length], nodes[tree.attention_mask[node].nonzero()[0]]])
+        for place in range(length - LENGTH, len(path)):
+            logits = read(target, cache, path[place, None], place)
         alone.append(logits[0])
     return at_once, torch.stack(alone)
 
@@ -113,18 +113,14 @@ def test_decoding_equals_transformers(name):
     assert 60 / 9 < result.steps < 60  # some nodes were accepted, and some rejected
 
 
-@pytest.mark.parametrize(
-    ("dtype", "length"),
-    [(torch.float32, LENGTH), (torch.bfloat16, LENGTH), (torch.float16, LENGTH),
-     (torch.float32, 4001), (torch.bfloat16, 4001)],
-)  # fmt: skip
+@pytest.mark.parametrize("length", [LENGTH, 4001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tree_gives_the_bits_of_its_paths(dtype, length):
     """Whatever stands beside a row, and with any number of threads."""
     model, tokens = model_of("Llama", dtype), tokens_of(length + TREE.size)
     by_workers = []
     for workers in (1, 2, 3):
-        target = CompiledTarget(model, None, workers)
-        at_once, alone = tree_and_paths(target, tokens, start=length - LENGTH)
+        at_once, alone = tree_and_paths(CompiledTarget(model, None, workers), tokens)
         assert at_once.equal(alone)
         by_workers.append(at_once)
     assert by_workers[0].equal(by_workers[1]) and by_workers[0].equal(by_workers[2])
