@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -28,6 +29,7 @@ vLLM's processes poll for work for one second after their last (shm_broadcast.py
 takes a processor from the engine that decodes in that second.
 """
 STEPS_PER_ROUND = 12
+STEPS_PER_PORTION = 4
 WARM_UP_STEPS = 2
 MIN_RUN_PROMPTS = 16
 """Prompts that verify at small batch sizes."""
@@ -119,7 +121,7 @@ class VllmPool(EnginePool):
                 f"batch {kind.batch}: no step had {kind.batch} requests in it; "
                 "give more prompts, or in --engine-args a larger max_num_seqs or KV cache"
             )
-        return EngineRun(sum(seconds), len(seconds), sum(tokens))
+        return EngineRun(typical_seconds(seconds) * len(seconds), len(seconds), sum(tokens))
 
     def record(self, max_length: int, batch: int, context: int) -> ChainModel:
         """Counts how far chains of the maximum length are accepted."""
@@ -169,6 +171,17 @@ class VllmPool(EnginePool):
             "method": self.speculative["method"],
             "settings": {"engine": dict(self.options), "speculative": dict(self.speculative)},
         }
+
+
+def typical_seconds(step_seconds: Sequence[float]) -> float:
+    """Seconds of a step, from the successive steps of a run: the median over portions of it.
+
+    Another program makes a few steps in a row take several times as long. Means of long runs nearly
+    always hold some, and the median over short rounds holds none: what was timed would then not be
+    what is verified. A portion holds several steps, since chains may be drafted in some only.
+    """
+    portions = np.array_split(step_seconds, max(len(step_seconds) // STEPS_PER_PORTION, 1))
+    return float(np.median([portion.mean() for portion in portions]))
 
 
 def speculative_config(method: str, draft: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
