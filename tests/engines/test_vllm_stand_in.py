@@ -139,6 +139,13 @@ def test_a_vllm_without_schedules_gets_a_line_for_each_number():
     assert len(vllm.launch_options(speculative, (ScheduleEntry(1, 16, 2),))) == 1
 
 
+def test_what_another_program_takes_is_not_in_a_steps_time():
+    """Five of 24 steps take longer; where every second step drafts, both kinds count."""
+    disturbed = [1.0] * 9 + [7.0] * 5 + [1.0] * 10
+    assert vllm.typical_seconds(disturbed) == 1 and vllm.typical_seconds([1.0, 3.0] * 6) == 2
+    assert vllm.typical_seconds(disturbed[7:10]) == 3  # a run of one portion
+
+
 MODELS = ["--target", "t", "--draft", "d"]
 
 
