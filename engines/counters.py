@@ -15,13 +15,12 @@ from sequoia_plan.engines.plan import ChainAcceptance
 
 PREFIX = "vllm:spec_decode_"
 NUM_DRAFTS = f"{PREFIX}num_drafts"
-NUM_DRAFT_TOKENS = f"{PREFIX}num_draft_tokens"
 ACCEPTED_PER_POSITION = f"{PREFIX}num_accepted_tokens_per_pos"
 NUM_GENERATED = "vllm:generation_tokens"
 NUM_FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
 """Requests that got their first token."""
-STEP_SECONDS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
-"""Histograms with a value for each step of each request that yielded tokens, newest name first."""
+STEP_SECONDS = "vllm:inter_token_latency_seconds"
+"""A histogram with a value for each step of each request that yielded tokens."""
 SAMPLE = re.compile(r"^(vllm:\w+?)(?:_total)?(?:\{(.*)\})? (\S+)", re.MULTILINE)
 """Name, labels and value. vLLM's own snapshot (`LLM.get_metrics`) has names without `_total`."""
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
@@ -72,16 +71,14 @@ def chain_acceptance(counters: Mapping[str, float], source: str) -> ChainAccepta
             "0.8.5 or later, with --speculative-config and without --disable-log-stats, and send "
             "it requests"
         )
-    origin = source if "://" in source else Path(source).name
-    mean_length = counters.get(NUM_DRAFT_TOKENS, 0.0) / drafts
-    if mean_length < 0.9 * len(accepted):  # some chains were clearly shorter than the longest
-        origin += f"; chains of {mean_length:.1f} tokens on average, {len(accepted)} at most"
     return ChainAcceptance(
         drafts=round(drafts),
         accepted=tuple(map(round, accepted)),
         # looked-up chains are not in every step; without counts of steps they are taken to be
-        drafting_share=round(min(1.0, drafts / (_steps(counters)[0] or drafts)), 4),
-        source=origin,
+        drafting_share=round(
+            min(1.0, drafts / (counters.get(f"{STEP_SECONDS}_count") or drafts)), 4
+        ),
+        source=source if "://" in source else Path(source).name,
     )
 
 
@@ -105,23 +102,16 @@ def watch(source: str, seconds: float) -> ServedSteps:
     time.sleep(seconds)
     after, elapsed = fetch(source), time.perf_counter() - start_time
     counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    steps, step_seconds = _steps(counters)
+    steps = counters.get(f"{STEP_SECONDS}_count", 0.0)
     if steps <= 0:
         raise SequoiaPlanError(
             f"{source}: no token was decoded in {seconds:g} seconds; send the server your usual "
             "requests meanwhile, or give it more seconds"
         )
+    step_seconds = counters[f"{STEP_SECONDS}_sum"]
     return ServedSteps(
         seconds=step_seconds / steps,
         tokens=(counters[NUM_GENERATED] - counters[NUM_FIRST_TOKENS]) / steps,
         requests=step_seconds / elapsed,
         acceptance=chain_acceptance(counters, source) if counters.get(NUM_DRAFTS) else None,
     )
-
-
-def _steps(counters: Mapping[str, float]) -> tuple[float, float]:
-    """Steps of all requests, and their seconds; zeros if the page lacks them."""
-    for name in STEP_SECONDS:
-        if f"{name}_count" in counters:
-            return counters[f"{name}_count"], counters[f"{name}_sum"]
-    return 0.0, 0.0

@@ -30,7 +30,6 @@ takes a processor from the engine that decodes in that second.
 """
 STEPS_PER_ROUND = 12
 STEPS_PER_PORTION = 4
-WARM_UP_STEPS = 2
 MIN_RUN_PROMPTS = 16
 """Prompts that verify at small batch sizes."""
 
@@ -148,15 +147,13 @@ class VllmPool(EnginePool):
         return [Drafting(length) for length in sorted({0, 1, max_length})]
 
     def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
-        """Times a few full steps. The first passes of every kind take longer and do not count."""
+        """Times a few full steps."""
         self.report_status(
             f"timing steps with {kind.drafting.length} speculative tokens, round {round_index + 1}"
         )
         num_prompts = len(self.workload.prompts)
         first = round_index * kind.batch
         prompts = [(first + i) % num_prompts for i in range(2 * kind.batch)]
-        if not round_index:
-            self.run(kind, prompts, WARM_UP_STEPS)
         return self.run(kind, prompts, STEPS_PER_ROUND)
 
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:

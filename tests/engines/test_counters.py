@@ -38,12 +38,13 @@ def test_a_real_servers_page():
 
 
 def test_drafts_that_are_looked_up_are_not_in_every_step():
-    """A server with ngram: of 300 steps 100 drafted, two of three tokens on average."""
-    page = PAGE.replace("} 300.0", "} 200.0")
-    page += "vllm:inter_token_latency_seconds_count 300\nvllm:inter_token_latency_seconds_sum 9\n"
+    """A server with ngram: of 300 steps 100 drafted."""
+    page = (
+        PAGE
+        + "vllm:inter_token_latency_seconds_count 300\nvllm:inter_token_latency_seconds_sum 9\n"
+    )
     acceptance = chain_acceptance(parse(page), "p")
     assert acceptance.drafting_share == pytest.approx(1 / 3, abs=1e-4)
-    assert acceptance.source == "p; chains of 2.0 tokens on average, 3 at most"
     tokens = ChainModel(acceptance, 3).tokens_and_error
     assert tokens[3][0] == pytest.approx(1 + 62 / 300, abs=0.005) and tokens[0][0] == 1
 
