@@ -73,7 +73,7 @@ def measure_kinds(
         print(f"{kind} round {round_index}: {run.tokens / run.seconds:.1f} tokens/s", flush=True)
         return run
 
-    runs = pool.run_in_rounds(kinds, run, repeats, repeats)
+    runs = pool.run_in_rounds(kinds, run, repeats)
     return {kind: measured_cell(runs[kind], kind.batch) for kind in kinds}
 
 

@@ -19,8 +19,9 @@ ACCEPTED_PER_POSITION = f"{PREFIX}num_accepted_tokens_per_pos"
 NUM_GENERATED = "vllm:generation_tokens"
 NUM_FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
 """Requests that got their first token."""
-STEP_SECONDS = "vllm:inter_token_latency_seconds"
-"""A histogram with a value for each step of each request that yielded tokens."""
+STEP_SECONDS = "vllm:inter_token_latency_seconds_sum"
+NUM_STEPS = "vllm:inter_token_latency_seconds_count"
+"""Steps of all requests; the passes over prompts are none."""
 SAMPLE = re.compile(r"^(vllm:\w+?)(?:_total)?(?:\{(.*)\})? (\S+)", re.MULTILINE)
 """Name, labels and value. vLLM's own snapshot (`LLM.get_metrics`) has names without `_total`."""
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
@@ -75,9 +76,7 @@ def chain_acceptance(counters: Mapping[str, float], source: str) -> ChainAccepta
         drafts=round(drafts),
         accepted=tuple(map(round, accepted)),
         # looked-up chains are not in every step; without counts of steps they are taken to be
-        drafting_share=round(
-            min(1.0, drafts / (counters.get(f"{STEP_SECONDS}_count") or drafts)), 4
-        ),
+        drafting_share=round(min(1.0, drafts / (counters.get(NUM_STEPS) or drafts)), 4),
         source=source if "://" in source else Path(source).name,
     )
 
@@ -102,16 +101,15 @@ def watch(source: str, seconds: float) -> ServedSteps:
     time.sleep(seconds)
     after, elapsed = fetch(source), time.perf_counter() - start_time
     counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    steps = counters.get(f"{STEP_SECONDS}_count", 0.0)
+    steps = counters.get(NUM_STEPS, 0.0)
     if steps <= 0:
         raise SequoiaPlanError(
             f"{source}: no token was decoded in {seconds:g} seconds; send the server your usual "
             "requests meanwhile, or give it more seconds"
         )
-    step_seconds = counters[f"{STEP_SECONDS}_sum"]
     return ServedSteps(
-        seconds=step_seconds / steps,
+        seconds=counters[STEP_SECONDS] / steps,
         tokens=(counters[NUM_GENERATED] - counters[NUM_FIRST_TOKENS]) / steps,
-        requests=step_seconds / elapsed,
+        requests=counters[STEP_SECONDS] / elapsed,
         acceptance=chain_acceptance(counters, source) if counters.get(NUM_DRAFTS) else None,
     )

@@ -70,7 +70,7 @@ class Logged(NamedTuple):
 class LlamaCppPool(EnginePool):
     """Servers that decode one request at a time."""
 
-    min_rounds = max_rounds = 3
+    rounds = 3
     starts_each_round = True
 
     build: Build
@@ -230,7 +230,7 @@ class LlamaCppPool(EnginePool):
         in its cache.
         """
         drafting, _, context = kind
-        self.report_status(f"timing steps, round {round_index + 1} of {self.max_rounds}")
+        self.report_status(f"timing steps, round {round_index + 1} of {self.rounds}")
         tokens = self.workload.tokens
         if drafting.lookup_size:
             tokens = max(tokens, COPIED_DRAFTS * (drafting.length + 1))

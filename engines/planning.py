@@ -68,7 +68,7 @@ def measure(
     untimed = pool.timed_draftings(max_length)
     while untimed:
         kinds = [RunKind(*kind) for kind in product(untimed, batches, contexts)]
-        rounds |= pool.run_in_rounds(kinds, pool.time_round, pool.min_rounds, pool.max_rounds)
+        rounds |= pool.run_in_rounds(kinds, pool.time_round, pool.rounds)
         measurements = [(model, step_times(rounds, context)) for context, model in models.items()]
         best_lengths = {
             best_drafting(model, times, batch).length
@@ -199,7 +199,7 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
         for batch in part.batches
         for cell in cells_to_verify(part.cells_at(batch), pool.default_drafting)
     ]
-    runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS, VERIFY_REPEATS)
+    runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS)
 
     def with_measurement(cell: Cell, context: int) -> Cell:
         cell_runs = runs.get(RunKind.of(cell, context))

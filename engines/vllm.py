@@ -38,7 +38,7 @@ MIN_RUN_PROMPTS = 16
 class VllmPool(EnginePool):
     """vLLM with different numbers of speculative tokens."""
 
-    min_rounds, max_rounds = 4, 8
+    rounds = 6
     starts_each_round = False
 
     python: str
@@ -132,14 +132,11 @@ class VllmPool(EnginePool):
         )
         run = self.decode(RunKind(Drafting(max_length), batch, context), prompts, drain=True)
         source = f"vLLM {self.info['version']}, {self.source(context)}"
-        acceptance = counters.chain_acceptance(run["counters"], source)
         tokens_by_prompt = run["tokens_by_prompt"]
-        num_steps = sum(map(len, tokens_by_prompt))
-        acceptance = replace(
-            acceptance,
-            trials=round(effective_trials(acceptance, tokens_by_prompt), 1),
-            drafting_share=round(min(1.0, acceptance.drafts / max(num_steps, 1)), 4),
-        )
+        counted = run["counters"] | {counters.NUM_STEPS: sum(map(len, tokens_by_prompt))}
+        acceptance = counters.chain_acceptance(counted, source)
+        trials = round(effective_trials(acceptance, tokens_by_prompt), 1)
+        acceptance = replace(acceptance, trials=trials)
         return ChainModel(acceptance, max_length)
 
     def timed_draftings(self, max_length: int) -> list[Drafting]:

@@ -39,10 +39,7 @@ def test_a_real_servers_page():
 
 def test_drafts_that_are_looked_up_are_not_in_every_step():
     """A server with ngram: of 300 steps 100 drafted."""
-    page = (
-        PAGE
-        + "vllm:inter_token_latency_seconds_count 300\nvllm:inter_token_latency_seconds_sum 9\n"
-    )
+    page = f"{PAGE}vllm:inter_token_latency_seconds_count 300\n"
     acceptance = chain_acceptance(parse(page), "p")
     assert acceptance.drafting_share == pytest.approx(1 / 3, abs=1e-4)
     tokens = ChainModel(acceptance, 3).tokens_and_error
