@@ -29,6 +29,7 @@ from sequoia_plan.engines.workload import (
 )
 
 VERIFY_REPEATS = 3
+"""Parts of the prompts, each of which is a run of its own."""
 
 
 Measurement = tuple[StepModel, StepTimes]
@@ -159,7 +160,8 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
 
     def run(kind: RunKind, round_index: int) -> EngineRun:
         pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
-        return pool.run(kind, pool.workload.held_out)
+        prompts = pool.workload.held_out
+        return pool.run(kind, prompts[round_index::VERIFY_REPEATS] or prompts)
 
     wanted = {
         RunKind.of(cell, part.context): cell
