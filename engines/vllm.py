@@ -17,9 +17,9 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines import counters
 from sequoia_plan.engines.chain import ChainModel, effective_trials
 from sequoia_plan.engines.engine_process import EngineProcess
-from sequoia_plan.engines.plan import ContextPlan, ScheduleEntry
+from sequoia_plan.engines.plan import ContextPlan, Drafting, ScheduleEntry
 from sequoia_plan.engines.pool import EnginePool
-from sequoia_plan.engines.workload import Drafting, EngineRun, RunKind, text_before
+from sequoia_plan.engines.workload import EngineRun, RunKind, text_before
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 IDLE_SECONDS = 1.5
@@ -38,7 +38,6 @@ MIN_RUN_PROMPTS = 16
 class VllmPool(EnginePool):
     """vLLM with different numbers of speculative tokens."""
 
-    rounds = 6
     starts_each_round = False
 
     python: str
@@ -139,18 +138,13 @@ class VllmPool(EnginePool):
         acceptance = replace(acceptance, trials=trials)
         return ChainModel(acceptance, max_length)
 
-    def timed_draftings(self, max_length: int) -> list[Drafting]:
-        """No speculation, and the shortest and the longest chains."""
-        return [Drafting(length) for length in sorted({0, 1, max_length})]
-
     def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
         """Times a few full steps."""
         self.report_status(
             f"timing steps with {kind.drafting.length} speculative tokens, round {round_index + 1}"
         )
-        num_prompts = len(self.workload.prompts)
         first = round_index * kind.batch
-        prompts = [(first + i) % num_prompts for i in range(2 * kind.batch)]
+        prompts = [(first + i) % self.workload.num_measuring for i in range(2 * kind.batch)]
         return self.run(kind, prompts, STEPS_PER_ROUND)
 
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:

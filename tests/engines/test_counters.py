@@ -10,6 +10,7 @@ and four requests, without speculation, and with speculation and --disable-log-s
 import contextlib
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from paths import DATA as TEST_DATA
@@ -17,6 +18,7 @@ from paths import DATA as TEST_DATA
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.counters import chain_acceptance, fetch, parse, watch
+from sequoia_plan.engines.live import diagnose_steps
 
 DATA = TEST_DATA / "vllm"
 VERSIONS = sorted(DATA.glob("counters-*.txt"))
@@ -104,7 +106,11 @@ def test_the_steps_between_two_readings(answering):
     steps = watch(answering(page_of("server-0.32.0-before"), page_of("server-0.32.0-after")), 0.01)
     assert steps.seconds == pytest.approx((134.431 - 57.111) / 48, rel=1e-4)
     assert steps.tokens == pytest.approx(78 / 48) and steps.requests > 2
-    assert (steps.acceptance.drafts, steps.acceptance.accepted) == (48, (21, 9, 3, 1))
+    (part,) = diagnose_steps(steps, "http://x").contexts
+    assert (part.acceptance.drafts, part.acceptance.accepted) == (48, (21, 9, 3, 1))
+    assert part.break_even_seconds == pytest.approx(steps.seconds / steps.tokens)
+    with pytest.raises(SequoiaPlanError, match="nothing is drafted, and a step of"):
+        diagnose_steps(replace(steps, acceptance=None), "http://x")
     with pytest.raises(SequoiaPlanError, match="no token was decoded in 0"):
         watch(answering(*[page_of("server-0.32.0-plain")] * 2), 0.01)
 
