@@ -1,5 +1,6 @@
 """The engines that run: one for each way of drafting, as many at a time as fit in memory."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -7,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
-from sequoia_plan.engines.plan import ContextPlan
-from sequoia_plan.engines.prediction import StepModel
+from sequoia_plan.engines.plan import NONE, ContextPlan, Drafting
 from sequoia_plan.engines.timing import seconds_per_step
-from sequoia_plan.engines.workload import NONE, Drafting, EngineRun, RunKind, Workload
+from sequoia_plan.engines.workload import EngineRun, RunKind, Workload
 
 MAX_CPU_ENGINES = 4
 MAX_ERROR = 0.05
@@ -35,6 +35,7 @@ class EnginePool(ABC):
     """Token ids of the workload's prompts, once an engine runs."""
     texts: list[list[int]] = field(default_factory=list)
     """The same without the chat template."""
+    start_time: float = field(default_factory=time.perf_counter)
     exit_stack: ExitStack = field(default_factory=ExitStack)
     running: dict[Any, Any] = field(default_factory=dict)
     """The engines that run, by their way of drafting and whatever else differs."""
@@ -57,18 +58,6 @@ class EnginePool(ABC):
     @abstractmethod
     def encode(self, engine: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the workload's prompts in the chat template, and without it."""
-
-    @abstractmethod
-    def record(self, max_length: int, batch: int, context: int) -> StepModel:
-        """Measures how far chains are accepted on the prompts to measure on."""
-
-    @abstractmethod
-    def timed_draftings(self, max_length: int) -> list[Drafting]:
-        """The ways of drafting whose steps are timed first, `NONE` and others."""
-
-    @abstractmethod
-    def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
-        """Decodes a few prompts to measure on. Every round begins with others."""
 
     @abstractmethod
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:

@@ -16,9 +16,9 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines import counters
 from sequoia_plan.engines.chain import ChainModel, effective_trials
 from sequoia_plan.engines.engine_process import EngineProcess
-from sequoia_plan.engines.plan import ContextPlan, ScheduleEntry
+from sequoia_plan.engines.plan import ContextPlan, Drafting, ScheduleEntry
 from sequoia_plan.engines.pool import EnginePool
-from sequoia_plan.engines.workload import Drafting, EngineRun, RunKind, text_before
+from sequoia_plan.engines.workload import EngineRun, RunKind, text_before
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 IDLE_SECONDS = 1.5
