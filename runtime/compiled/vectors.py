@@ -110,8 +110,8 @@ class Emitter:
         else:
             upper, bits = (ir.Constant(WORDS, [n] * LANES) for n in (-1 << 16, 16))
             for half in (lambda x: builder.and_(x, upper), lambda x: builder.shl(x, bits)):
-                parts = (builder.bitcast(half(pair), FLOATS) for pair in (left, right))
-                total = self.fma(*parts, total)
+                left_half, right_half = (builder.bitcast(half(x), FLOATS) for x in (left, right))
+                total = self.fma(left_half, right_half, total)
         builder.store(total, variable)
 
     def larger(self, value: ir.Value, bound: ir.Value) -> ir.Value:
