@@ -37,6 +37,11 @@ class StreamCost(Artifact, frozen=True):
         "must arrive",
     ]
     bytes: Annotated[Size, "bytes that a pass over one token reads"]
+    expert_counts: Annotated[
+        tuple[Count, ...],
+        "of a mixture, how often each expert was chosen, layer by layer: those that were most "
+        "often stay in memory",
+    ] = ()
 
 
 class Latency(Artifact, frozen=True):

@@ -23,9 +23,10 @@ from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
+from sequoia_plan.engines.plan import Drafting
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.vllm import VllmPool, speculative_config
-from sequoia_plan.engines.workload import Drafting, RunKind, Workload
+from sequoia_plan.engines.workload import RunKind, Workload
 from sequoia_plan.profiler.bench import bench
 from sequoia_plan.profiler.bench_figures import summary
 from sequoia_plan.profiler.decoding_methods import (
@@ -107,7 +108,6 @@ def main() -> None:
                 draft=None,
                 workload=workload,
                 build=find_build(options.llama_server),
-                spec_type="draft-simple",
                 arguments=["-t", threads, "-tb", threads],
             )
             methods["llama.cpp, 4 bits"] = engine_method(stack.enter_context(llama), 0)

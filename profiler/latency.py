@@ -71,6 +71,8 @@ class LatencyMeter:
             # graph would be captured anew
             numbers_per_node = sampling.drawing.columns(drafter.vocabulary, 1)
             self.step.sequence.reserve_rows("bits", self.sizes[-1] * numbers_per_node)
+        if self.step.target.stream:
+            self.step.target.stream.keep_most_chosen()
         plain_seconds, times_draft = 0.0, True
         for size in self.sizes:
             try:
@@ -138,7 +140,8 @@ class LatencyMeter:
         stream, stream_cost = self.step.target.stream, None
         if stream:
             pass_seconds = statistics.median(sample["stream", 1] for sample in self.samples)
-            stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes)
+            counts = tuple(stream.expert_counts)
+            stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes, counts)
         return Latency(
             target=medians["target"],
             draft=medians["draft"],

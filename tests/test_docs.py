@@ -22,7 +22,7 @@ COMMANDS = ("sequoia-plan ", "python -m ", "python benchmarks/", "python tools/"
 """How the commands in code blocks begin."""
 MODELS = "--target|--draft|--offload|--metrics|--format (draft|target)"
 NOT_RUN = re.compile(
-    rf"sequoia-plan (profile|bench|engine|doctor|solve (own|streamed)\.yaml|.*({MODELS}))"
+    rf"sequoia-plan (profile|bench|diagnose|doctor|solve (own|streamed)\.yaml|.*({MODELS}))"
 )
 """Commands of `sequoia-plan` that are parsed and not run here: they measure or need models. Tests
 of their own run them."""
@@ -156,7 +156,7 @@ def test_commands_of_the_makefile_parse():
         ("sequoia-plan solve --bugdet 8", "--bugdet"),
         ("sequoia-plan slove", "slove"),
         ("sequoia-plan export tree.safetensors", "--format"),
-        ("sequoia-plan engine vllm --bach 1", "--bach"),
+        ("sequoia-plan diagnose vllm --bach 1", "--bach"),
         ("python benchmarks/none.py -o a.json", "benchmarks/none.py"),
         ("make everything", "no target everything"),
     ],
