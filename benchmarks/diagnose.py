@@ -108,7 +108,7 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
     if any(contexts):
         batches, max_length = CONTEXT_BATCHES, CONTEXT_MAX_LENGTH
         options["max_model_len"] = max(contexts) + 2 * arguments.tokens
-    config = speculative_config("draft_model", arguments.draft, {})
+    config = speculative_config(arguments.method, arguments.draft, {})
 
     def new_pool(extra: Mapping[str, Any]) -> VllmPool:
         return VllmPool(
@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--name", help="what a pair of llama.cpp is called in the output")
     parser.add_argument("--threads", type=int, default=1, help="of llama.cpp")
+    parser.add_argument("--method", default="draft_model", help="vLLM's name of how it drafts")
     parser.add_argument("--context", default="0", help="of vLLM, with commas, as 256,2048")
     parser.add_argument("--prompts", type=int, default=24, help="of each half, at most")
     parser.add_argument("--tokens", type=int, default=32, help="of each prompt, at most")

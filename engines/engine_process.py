@@ -33,8 +33,9 @@ WRAPPER_TEXTS = re.compile(
 ADVICE = {
     r"vocab|not eagle3|incompatible": "the draft does not pair with this target: take one that was "
     "made for it",
-    r"alloc|out of memory": "not enough memory: give --server-args a smaller -c, or fewer layers "
-    "on the device (-ngl)",
+    r"alloc|out of memory|KV cache": "not enough memory: a shorter context (-c in --server-args, "
+    "max_model_len in --engine-args) takes less, and fewer layers on the device (-ngl)",
+    r"No module named .vllm": "name the Python that has vLLM with --python",
     r"invalid argument|unknown argument": "this llama-server has no such option: build a newer one",
     r"401|[Ii]nvalid API [Kk]ey": "the server needs a key: give --api-key",
     r"refused": "no server answers there: start it, or name another --url",

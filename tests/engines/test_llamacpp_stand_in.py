@@ -94,7 +94,7 @@ def test_a_diagnosis(invoke, words, method):
         ("-m old.gguf", 1, "this version has no --spec-type; build llama.cpp of"),
         ("-m dies.gguf", 1, "died with exit code 1 while starting: llama_model_load:"),
         ("-m breaks.gguf", 1, "the engine died with exit code 3 while answering /comp"),
-        ("-m memory.gguf", 1, "not enough memory: give --server-args a smaller -c"),
+        ("-m memory.gguf", 1, "not enough memory: a shorter context (-c"),
         ("-m hangs.gguf", 1, "it hangs: see whether it answers /completion at all"),
         ("-m unpaired.gguf -md draft.gguf", 1, "the draft does not pair with this target: take"),
         ("-m target.gguf --server-args --bad", 1, "has no such option: build a newer one"),

@@ -4,10 +4,15 @@
 Python that has vLLM.
 """
 
+import contextlib
 import json
 import os
 import shlex
+import socket
 import subprocess
+import threading
+import time
+from urllib.request import Request, urlopen
 
 import pytest
 from commands import succeed
@@ -139,6 +144,46 @@ def test_counters_agree_with_the_tokens(folder):
         accepted = run["counters"]["vllm:spec_decode_num_accepted_tokens"]
         lost = accepted - (sum(steps) - len(steps))
         assert 0 <= lost <= 2 * 6 and max(steps) == 3
+
+
+def test_a_server_that_runs(folder):
+    """Two clients send requests to a server that drafts two tokens, while its counters are read."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    config = vllm.speculative_config(
+        "draft_model", str(folder / "draft"), {"num_speculative_tokens": 2}
+    )
+    words = f"-m vllm.entrypoints.openai.api_server --model {folder}/target --port {port} "
+    words += "--dtype float32 --enforce-eager --max-model-len 512 --max-num-batched-tokens 512"
+    body = {"model": f"{folder}/target", "prompt": "Rain", "max_tokens": 64, "ignore_eos": True}
+    completion = Request(f"{url}/v1/completions", json.dumps(body).encode())
+    completion.add_header("Content-Type", "application/json")
+    is_read = threading.Event()
+
+    def send():
+        while not is_read.is_set():
+            urlopen(completion).read()
+
+    command = [PYTHON, *words.split(), "--speculative-config", json.dumps(config)]
+    with EngineProcess(PYTHON, command):
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                urlopen(completion).read()
+                break
+            time.sleep(1)
+        clients = [threading.Thread(target=send) for _ in range(2)]
+        for client in clients:
+            client.start()
+        result = succeed("diagnose", "--url", url, "--json")
+        is_read.set()
+        for client in clients:
+            client.join()
+    (part,) = EnginePlan.from_dict(json.loads(result.stdout), "plan").contexts
+    (cell,) = part.cells
+    assert cell.batch == 2 and cell.speculative_tokens == len(part.acceptance.accepted) == 2
+    expected = 1 + sum(part.acceptance.survival)
+    assert cell.tokens_per_step == pytest.approx(expected, rel=0.05)  # the ends of texts are cut
 
 
 def test_nothing_of_vllm_outlives_a_killed_program(folder):
