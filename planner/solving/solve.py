@@ -103,6 +103,7 @@ def solve(
     solver = "branch and bound" if times else pick_solver(rows, budget).NAME
     tree, speed_bound = _best_tree(rows, budget, times)
     if texts and times:
+        times = StepTime(times.latency, times.drafting, looks_up=True)
         tree, figures = trees_by_match(profile, texts, tree, times, limits)
     else:
         figures = _tree_figures(tree, speed_bound, profile, times, limits)

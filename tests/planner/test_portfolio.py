@@ -26,6 +26,7 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.report.panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
@@ -395,6 +396,22 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path, capsys):
     print_summary(tree)
     assert "\n  copies " in capsys.readouterr().out
     assert solved().plan.speedup_by_kind == {}
+
+
+def test_looking_for_the_match_takes_time():
+    """In every step but plain decoding's, and in what bench predicts from the plan."""
+    cost = VerificationCost(0.001, 0.0, lookup=0.002)
+    latency = structs.replace(lookup_profile().latency, verification=cost, plain=0.03)
+    profile = lookup_profile(latency=latency)
+    tree, alone = solved(profile).tree, solved(profile, lookup=False).tree
+    for part in tree.plan.by_match:
+        size = tree.for_match(part.match_length).size
+        assert part.step_seconds >= latency.target[size] + 0.003
+    times = StepTime.from_measured(profile)
+    assert alone.plan.step_seconds == pytest.approx(times.step_seconds(alone))
+    prediction = prediction_for(tree, "sequoia", tree.plan)
+    assert prediction.speedup == pytest.approx(tree.plan.predicted_speedup)
+    assert times.plain_seconds() == times.step_seconds(TokenTree.chain(1)) == 0.03
 
 
 def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
