@@ -114,7 +114,6 @@ def time_random_pair(run: Run, name: str) -> dict[str, Any]:
         paper = Profile.load(CATALOG / "profiles" / f"{vector_name}.yaml")
         profile = Profile(
             acceptance=paper.acceptance,
-            effective_trials=paper.effective_trials,
             latency=latency,
             settings=sampling.settings(),
             models=pair.metadata,

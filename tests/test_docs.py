@@ -192,7 +192,7 @@ def folder(tmp_path, monkeypatch):
     shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t06.yaml", "t06.yaml")
     vector = Profile.load(profiles / "llama3-70b-8b-cnn.yaml").acceptance
     latency = Latency({1: 5.7, 1024: 5.7}, {1: 0.025, 1024: 0.025}, 0.0, 0)
-    Profile(Acceptance.given(vector), 0, latency).save("offload.yaml")
+    Profile(Acceptance.given(vector), latency).save("offload.yaml")
 
 
 def missing_lines(shown, output):

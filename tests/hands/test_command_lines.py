@@ -19,16 +19,16 @@ from safetensors.numpy import load, save
 from strategies import places
 
 from sequoia_plan.artifacts import Acceptance, Counts, Latency, Profile, SequoiaPlanError
+from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.planner.cli import decoding, exchange, main, profiling
 
 PROFILE = Profile(
     Acceptance.counted(Counts([[400]], [[[180, 40]]])),
-    300,
     Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
     settings={"temperature": 0.6, "top_p": 0.9, "verifier": "traversal"},
     models={"target": {"name": "t", "digest": "0", "dtype": "float32", "placement": "fused"}},
     hardware={"threads": 2},
-    kinds={name: Counts([[100]], [[[10 * number, 10]]]) for number, name in enumerate("abcd", 3)},
+    prompts={name: [ClassCounts(50, (5 * i, 5))] * 2 for i, name in enumerate("abcd", 3)},
 )
 MODES = {
     "solve": "solve profile.yaml --budget 9 --depth 4 -o made",
