@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from sequoia_plan.engines.chain_replay import DraftedText, ReplayModel
 from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
-from sequoia_plan.engines.planning import best_of_each
+from sequoia_plan.engines.planning import FREE, best_of_each
 from sequoia_plan.engines.timing import StepTimes
 
 GAIN = 0.1
@@ -41,7 +41,7 @@ def diagnosed(
             parts_of_step = model.parts_per_token(cell.drafting, times) * cell.tokens_per_step
             found["step"] = dict(zip(PARTS, parts_of_step.tolist(), strict=True))
             free = best_speed(model, times, draft=0, width=0)
-            bounds["no setting passes, with this draft and its tokens free"] = free
+            bounds[FREE] = free
             changes = {
                 "a draft of half the cost": best_speed(model, times, draft=0.5),
                 "half the rise of the target's pass with its tokens": best_speed(

@@ -29,6 +29,7 @@ from sequoia_plan.engines.workload import (
 )
 
 TIMING_ROUNDS = 6
+FREE = "no setting passes, with this draft and its tokens free"
 VERIFY_REPEATS = 3
 """Parts of the prompts, each of which is a run of its own."""
 
@@ -95,16 +96,17 @@ def make_plan(
     """
     contexts = []
     for model, times in measurements:
-        cells = chain.from_iterable(
-            _worth_showing(predict_cells(model, times, batch), default) for batch in batches
-        )
+        by_batch = (_worth_showing(predict_cells(model, times, b), default) for b in batches)
+        cells = tuple(chain.from_iterable(by_batch))
+        most_tokens = max(cell.tokens_per_step for cell in cells)
         part = ContextPlan(
             context=times.context,
             acceptance=model.acceptance,
             steps=times.steps,
-            cells=tuple(cells),
+            cells=cells,
             schedule=_make_schedule(model, times, max(batches)),
             target_seconds=dict(times.target_seconds),
+            bounds={FREE: cells[0].throughput * most_tokens},
         )
         contexts.append(replace(part, lines=launch_options(part)))
     return EnginePlan(contexts=tuple(contexts), tool=tool_version(), **metadata)

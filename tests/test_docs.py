@@ -129,7 +129,7 @@ def problem(words):
         return None if is_there else f"{name} cannot be run"
     context, command = click.Context(main, info_name="sequoia-plan"), main
     try:
-        while isinstance(command, click.Group):
+        while isinstance(command, click.Group) and arguments[:1] != ["--url"]:
             name, command, arguments = command.resolve_command(context, arguments)
             context = click.Context(command, context, name)
         command.make_context(name, arguments, parent=context)
