@@ -152,7 +152,6 @@ def measure(
     )
     drafter = meters[0].step.drafter
     assert drafter is not None
-    kinds = kinds[: len(observed.trials)]
     return [
         Profile(
             acceptance=Acceptance.counted(observed.totals()),

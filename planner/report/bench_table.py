@@ -152,10 +152,9 @@ def _cells(part: MethodResult | KindResult, ratio: Ratio | None) -> list[str]:
 def _promise_text(prediction: Prediction) -> str:
     """A predicted speed-up: with its interval, or of a new kind the interval first."""
     text = _number_text(prediction.speedup, "x")
-    if prediction.interval_new_kind and prediction.interval is None:
-        low, high = prediction.interval_new_kind
-        return f"{low:.2f}-{high:.2f}x ({text} for the profiled mix)"
-    ends = "-".join(map(_number_text, prediction.interval or ()))
+    ends = "-".join(map(_number_text, prediction.interval or prediction.interval_new_kind or ()))
+    if prediction.interval_new_kind:
+        return f"{ends}x ({text} for the profiled mix)"
     return f"{text} ({ends})" if ends else text
 
 

@@ -57,9 +57,8 @@ def describe_prediction(plan: Plan) -> Iterator[str]:
         ends = _low_to_high(new_kind.predicted_speedup, "x")
         yield _line("predicted speed-up", f"{ends} over plain decoding for prompts of a new kind")
     if plan.median_speedup:
-        num_prompts = sum(map(len, plan.text_speedups.values()))
         ends = _in_parentheses(interval.predicted_speedup)
-        text = f"{plan.median_speedup:.2f}x{ends}, the median of {num_prompts} prompts"
+        text = f"{plan.median_speedup:.2f}x{ends}, the median over prompts"
         yield _line("for the profiled mix", text)
     for kind, speedup in plan.speedup_by_kind.items():
         ends = _in_parentheses(plan.interval_by_kind.get(kind))

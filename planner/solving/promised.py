@@ -1,7 +1,6 @@
 """What a plan promises: figures over the profiled prompts, with intervals, also by kind."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval
-from sequoia_plan.artifacts.promise import Values, interval_of_new_kind, promise
+from sequoia_plan.artifacts.promise import MIN_PROMPTS, Values, interval_of_new_kind, promise
 from sequoia_plan.artifacts.step_time import StepTime
 
 MORE_TRIALS = 50
@@ -20,15 +19,21 @@ MORE_TRIALS = 50
 def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
     """The figures of a plan over prompts, from tokens a step and speed-up of each, if known."""
 
-    def promised(values: Values, kinds: Iterable[str]) -> tuple[Any, Any]:
-        """The promise for as many prompts as were profiled of these kinds."""
-        names = [kind for kind in kinds for _ in values[kind]]
+    def promised(values: Values) -> tuple[Any, Any]:
+        """The promise for as many prompts as were profiled; of few of many kinds, as if of one."""
+        names = [kind for kind, of_kind in values.items() for _ in of_kind]
+        if len(names) < len(values) + MIN_PROMPTS:
+            values, names = (
+                {"": [v for of_kind in values.values() for v in of_kind]},
+                [""] * len(names),
+            )
         return promise(values, names) if names else (None, None)
 
-    median, speedup_ends = promised(speedups, speedups)
-    ends = promised(tokens, tokens)[1], speedup_ends
+    median, speedup_ends = promised(speedups)
+    ends = promised(tokens)[1], speedup_ends
     new_kind = interval_of_new_kind(tokens), interval_of_new_kind(speedups)
-    by_kind = {kind: promised(speedups, [kind]) for kind in speedups if kind != ALL_KINDS}
+    by_kind = {kind: promise(speedups, [kind] * len(s)) for kind, s in speedups.items()}
+    by_kind.pop(ALL_KINDS, None)
     return {
         "text_speedups": {kind: tuple(of_kind) for kind, of_kind in speedups.items()},
         "median_speedup": median,
