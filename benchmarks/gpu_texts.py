@@ -77,7 +77,7 @@ def bench_at(run: Run, sampling: Sampling) -> dict[str, Any]:
         breakdowns[name] = with_peak_memory(run.device, measure_step)
     return result.to_dict() | {
         "acceptance": profile.acceptance.pooled().tolist(),
-        "prompts": {kind: len(of_kind) for kind, of_kind in profile.prompts.items()},
+        "prompts": {kind: len(part) for kind, part in profile.prompts.items()},
         "latency": profile.latency.to_dict(),
         "tree": {
             "parents": tree.parents.tolist(),

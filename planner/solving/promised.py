@@ -35,7 +35,7 @@ def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
     by_kind = {kind: promise(speedups, [kind] * len(s)) for kind, s in speedups.items()}
     by_kind.pop(ALL_KINDS, None)
     return {
-        "text_speedups": {kind: tuple(of_kind) for kind, of_kind in speedups.items()},
+        "text_speedups": speedups,
         "median_speedup": median,
         "speedup_by_kind": {kind: middle for kind, (middle, _) in by_kind.items()},
         "interval_by_kind": {kind: pair for kind, (_, pair) in by_kind.items() if pair},
@@ -56,7 +56,7 @@ def single_tree_figures(
         tokens[kind] = sorted(expected_tokens(tree, of_prompt) for of_prompt in rates)
         if times and math.isfinite(times.step_seconds(tree)):
             factor = times.plain_seconds() / times.step_seconds(tree)
-            speedups[kind] = [factor * value for value in tokens[kind]]
+            speedups[kind] = tuple(factor * value for value in tokens[kind])
     return promised_figures(tokens, speedups)
 
 
