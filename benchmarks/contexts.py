@@ -32,6 +32,7 @@ from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.captured_step import CapturedStep
 
 CONTEXTS = (256, 1024, 2048, 4096, 7168)
+TEXT_CONTEXTS = (256, 4096)
 GREEDY = Sampling()
 TREES = {
     "1": TokenTree.chain(1),
@@ -138,7 +139,8 @@ def main() -> None:
         pair = load_pair(dtype=dtype, placement=options.placement)
         figures[dtype] = {"steps": step_milliseconds(pair, contexts, options.rounds)}
         if options.texts:
-            figures[dtype]["texts"] = text_figures(pair, contexts, options.texts, options.tokens)
+            among = [context for context in contexts if context in TEXT_CONTEXTS]
+            figures[dtype]["texts"] = text_figures(pair, among, options.texts, options.tokens)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         figures[dtype]["peak_gb"] = round(peak, 2)
     report = {"hardware": fingerprint("cpu"), "threads": options.threads, "figures": figures}

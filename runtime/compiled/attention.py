@@ -13,7 +13,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import cfunc, types
-from numba.extending import intrinsic
 
 from sequoia_plan.runtime.compiled.vectors import (
     BYTE,
@@ -55,7 +54,8 @@ def numbers_per_word(key_bytes: int) -> int:
     return WORD_BYTES // key_bytes
 
 
-def _emit_scores(
+@emitted(literals=1, counts=QUERIES)
+def compute_scores(
     emit: Emitter,
     visible: Any,
     keys: Any,
@@ -97,17 +97,6 @@ def _emit_scores(
                 emit.store(score, emit.at(target, part * VECTOR_BYTES))
 
 
-@intrinsic(prefer_literal=True)
-def compute_scores(
-    context, visible, keys, words, first, blocks, queries, scores, stride, count, key_bytes
-):
-    """See `_emit_scores`; `count`: of queries, up to `QUERIES`."""
-    arguments = (
-        visible, keys, words, first, blocks, queries, scores, stride, count, key_bytes,
-    )  # fmt: skip
-    return emitted(_emit_scores, arguments, literals=1, counts=QUERIES)
-
-
 def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any:
     """2 to the power of 16 float32 numbers, 0 if one is -127 or less."""
     builder = emit.builder
@@ -122,7 +111,8 @@ def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any
     return builder.fmul(power, scale)
 
 
-def _emit_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
+@emitted(literals=1)
+def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
     """Replace scores, in units of log 2, by 2^(score - largest) as numbers of the cache."""
     builder = emit.builder
     (largest,) = emit.variables(1)
@@ -145,13 +135,8 @@ def _emit_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> No
             emit.store(weight, emit.at(target, LANES * key_bytes * part))
 
 
-@intrinsic(prefer_literal=True)
-def compute_weights(context, scores, blocks, key_bytes):
-    """See `_emit_weights`."""
-    return emitted(_emit_weights, (scores, blocks, key_bytes), literals=1)
-
-
-def _emit_weighted_sums(
+@emitted(literals=2, counts=QUERIES)
+def compute_weighted_sums(
     emit: Emitter,
     weights: Any,
     values: Any,
@@ -188,18 +173,8 @@ def _emit_weighted_sums(
             emit.store(emit.builder.load(variable), emit.at(place, part * VECTOR_BYTES))
 
 
-@intrinsic(prefer_literal=True)
-def compute_weighted_sums(
-    context, weights, values, value_bytes, words, totals, sums, stride, count, key_bytes, vectors
-):
-    """See `_emit_weighted_sums`; `count`: of queries, up to `QUERIES`."""
-    arguments = (
-        weights, values, value_bytes, words, totals, sums, stride, count, key_bytes, vectors,
-    )  # fmt: skip
-    return emitted(_emit_weighted_sums, arguments, literals=2, counts=QUERIES)
-
-
-def _emit_gated(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
+@emitted()
+def gate(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
     """results = SiLU(gate) * up, 16 numbers of each."""
     builder = emit.builder
     value = emit.load(gate, FLOATS)
@@ -209,12 +184,6 @@ def _emit_gated(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
     exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, highest)
     silu = builder.fdiv(value, builder.fadd(one, _emit_exp2(emit, exponent)))
     emit.store(builder.fmul(silu, emit.load(up, FLOATS)), results)
-
-
-@intrinsic(prefer_literal=True)
-def gate(context, gate, up, results):
-    """See `_emit_gated`."""
-    return emitted(_emit_gated, (gate, up, results), literals=0)
 
 
 @functools.cache

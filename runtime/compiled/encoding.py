@@ -5,7 +5,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import cfunc, types
-from numba.extending import intrinsic
 
 from sequoia_plan.runtime.compiled.products import (
     ENCODE_BFLOAT16,
@@ -25,7 +24,8 @@ from sequoia_plan.runtime.compiled.vectors import (
 )
 
 
-def _emit_encoded_group(
+@emitted(literals=2)
+def encode_group(
     emit: Emitter, source: Any, numbers: Any, scales: Any, total: Any, number: int, as_floats: int
 ) -> None:
     """Store a group of numbers as integers of 8 bits with a scale for each 16, and its total.
@@ -60,33 +60,16 @@ def _emit_encoded_group(
     emit.store(builder.fmul(sum_of_group, FLOAT(factor)), total, align=4)
 
 
-@intrinsic(prefer_literal=True)
-def encode_group(context, source, numbers, scales, total, number, as_floats):
-    """See `_emit_encoded_group`."""
-    arguments = (source, numbers, scales, total, number, as_floats)
-    return emitted(_emit_encoded_group, arguments, literals=2)
-
-
-def _emit_bfloat16(emit: Emitter, source: Any, numbers: Any) -> None:
+@emitted()
+def round_to_bfloat16(emit: Emitter, source: Any, numbers: Any) -> None:
     """Round 16 float32 numbers to bfloat16, ties to even."""
     emit.store(emit.bfloats(emit.load(source, FLOATS)), numbers)
 
 
-def _emit_copy(emit: Emitter, source: Any, target: Any) -> None:
+@emitted()
+def copy_vector(emit: Emitter, source: Any, target: Any) -> None:
     """Copy 16 float32 numbers."""
     emit.store(emit.load(source, FLOATS), target)
-
-
-@intrinsic(prefer_literal=True)
-def copy_vector(context, source, target):
-    """See `_emit_copy`."""
-    return emitted(_emit_copy, (source, target), literals=0)
-
-
-@intrinsic(prefer_literal=True)
-def round_to_bfloat16(context, source, numbers):
-    """See `_emit_bfloat16`."""
-    return emitted(_emit_bfloat16, (source, numbers), literals=0)
 
 
 @functools.cache

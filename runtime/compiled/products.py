@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
-from numba.extending import intrinsic
 
 from sequoia_plan.runtime.compiled.vectors import (
     BYTE,
@@ -103,7 +102,8 @@ def encoded_bytes(format: Format, encoding: int, inputs: int) -> int:
     return -(-(inputs * NUMBER_BYTES[encoding] + 4 * scales) // 64) * 64
 
 
-def _emit_tile(
+@emitted(literals=1, counts=MAX_ROWS)
+def multiply_tile(
     emit: Emitter,
     rows: Any,
     row_bytes: Any,
@@ -221,15 +221,6 @@ def _emit_integer_sum(emit: Emitter, encoding: int, quads: list[Any], numbers: A
             value = emit.load_splat(emit.at(numbers, 16 * place + 4 * byte), FLOAT)
             exact = emit.fma(weight, value, exact)
     return exact
-
-
-@intrinsic(prefer_literal=True)
-def multiply_tile(
-    context, rows, row_bytes, tile, scales, results, result_bytes, groups, count, kind
-):
-    """See `_emit_tile`; `count`: of rows, up to `MAX_ROWS`."""
-    arguments = rows, row_bytes, tile, scales, results, result_bytes, groups, count, kind
-    return emitted(_emit_tile, arguments, literals=1, counts=MAX_ROWS)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ that another file uses, delete `runtime/compiled/__pycache__`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
 
 LANES = 16
 """Numbers in a vector: 512 bits in float32. LLVM splits them where the processor's are shorter."""
@@ -147,29 +149,37 @@ class Emitter:
         return self.builder.bitcast(bits, FLOATS)
 
 
-def emitted(
-    emit: Callable[..., None], arguments: Sequence[types.Type], literals: int, counts: int = 0
-) -> Any:
-    """What an intrinsic returns whose code `emit(emitter, address, ..., literal, ...)` writes.
+def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]], Any]:
+    """Make an intrinsic of `emit(emitter, address, ..., literal, ...)`, which writes its code.
 
     The addresses and counts are int64; the last `literals` are known when it is compiled. With
     `counts`, the argument before these is a count from 1 to `counts`: there is code for each, with
     the count as the last literal. numba's cache on disk finds functions that call it if both stand
     at the top of a module.
     """
-    constants = arguments[len(arguments) - literals :]
-    if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
-        raise RequireLiteralValue("the last arguments")
-    numbers = [constant.literal_value for constant in constants]
-    num_values = len(arguments) - literals
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
-        if not counts:
-            emit(Emitter(builder), *values[:num_values], *numbers)
-        *addresses, count = values[:num_values]
-        for number in range(1, counts + 1):
-            with builder.if_then(builder.icmp_unsigned("==", count, LONG(number))):
-                emit(Emitter(builder), *addresses, *numbers, number)
-        return context.get_dummy_value()
+    def intrinsic_of(emit: Callable[..., None]) -> Any:
+        """The intrinsic, with the function's name."""
 
-    return types.void(*[types.int64] * num_values, *constants), codegen
+        @functools.wraps(emit)  # for its signature
+        def typed(context: Any, *arguments: types.Type) -> Any:
+            num_values = len(arguments) - literals
+            constants = arguments[num_values:]
+            if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
+                raise RequireLiteralValue("the last arguments")
+            numbers = [constant.literal_value for constant in constants]
+
+            def codegen(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
+                if not counts:
+                    emit(Emitter(builder), *values[:num_values], *numbers)
+                *addresses, count = values[:num_values]
+                for number in range(1, counts + 1):
+                    with builder.if_then(builder.icmp_unsigned("==", count, LONG(number))):
+                        emit(Emitter(builder), *addresses, *numbers, number)
+                return context.get_dummy_value()
+
+            return types.void(*[types.int64] * num_values, *constants), codegen
+
+        return intrinsic(prefer_literal=True)(typed)
+
+    return intrinsic_of
