@@ -45,13 +45,10 @@ LOG2_E = 1.4426950408889634
 EXP2 = (1.0, 0.6931471805599453, 0.24022650695910072, 0.05550410866482158,
         0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608)  # fmt: skip
 """The series of 2^x: exact to float32 for -.5 <= x <= .5, the first five to bfloat16."""
+ROUNDING = 1.5 * 2**23 + 127
+"""Added to a small number: the last bits of the sum are the nearest integer, plus 127."""
 HIDDEN, LOWEST = -3e38, -1e38
 """The score of a hidden slot, and what the largest score of a row is at least."""
-
-
-def numbers_per_word(key_bytes: int) -> int:
-    """Numbers of a cache that are multiplied and added by one instruction: 2 in bfloat16."""
-    return WORD_BYTES // key_bytes
 
 
 @emitted(literals=1, counts=QUERIES)
@@ -101,13 +98,14 @@ def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any
     """2 to the power of 16 float32 numbers, 0 if one is -127 or less."""
     builder = emit.builder
     exponent = emit.larger(exponent, ir.Constant(FLOATS, [-127.0] * LANES))
-    whole = emit.call("llvm.rint.v16f32", FLOATS, exponent)
-    fraction = builder.fsub(exponent, whole)
+    rounding = ir.Constant(FLOATS, [ROUNDING] * LANES)
+    rounded = builder.fadd(exponent, rounding)
+    fraction = builder.fsub(exponent, builder.fsub(rounded, rounding))
     power = ir.Constant(FLOATS, [EXP2[degree]] * LANES)
     for coefficient in EXP2[degree - 1 :: -1]:
         power = emit.fma(power, fraction, ir.Constant(FLOATS, [coefficient] * LANES))
-    bits = builder.add(builder.fptosi(whole, WORDS), ir.Constant(WORDS, [127] * LANES))
-    scale = builder.bitcast(builder.shl(bits, ir.Constant(WORDS, [23] * LANES)), FLOATS)
+    bits = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
+    scale = builder.bitcast(bits, FLOATS)
     return builder.fmul(power, scale)
 
 
@@ -115,14 +113,16 @@ def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any
 def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
     """Replace scores, in units of log 2, by 2^(score - largest) as numbers of the cache."""
     builder = emit.builder
-    (largest,) = emit.variables(1)
-    builder.store(ir.Constant(FLOATS, [LOWEST] * LANES), largest)
+    largest = emit.variables(BLOCK_VECTORS)
+    for variable in largest:
+        builder.store(ir.Constant(FLOATS, [LOWEST] * LANES), variable)
     with emit.loop(blocks) as block:
         start = emit.at(scores, (block, BLOCK * WORD_BYTES))
-        for score in emit.load_vectors(start, BLOCK_VECTORS, FLOATS):
-            builder.store(emit.larger(score, builder.load(largest)), largest)
-    reduced = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(largest))
-    maximum = emit.splat(reduced)
+        parts = emit.load_vectors(start, BLOCK_VECTORS, FLOATS)
+        for score, variable in zip(parts, largest, strict=True):
+            builder.store(emit.larger(score, builder.load(variable)), variable)
+    both = functools.reduce(emit.larger, map(builder.load, largest))
+    maximum = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, both))
     is_float, swapped = key_bytes == 4, ir.Constant(WORDS, [lane ^ 1 for lane in range(LANES)])
     with emit.loop(blocks) as block:
         start = emit.at(scores, (block, BLOCK * WORD_BYTES))
@@ -195,7 +195,7 @@ def attender(key_bytes: int) -> Any:
     [head_dim], both 0 before; the query, [head_dim] words; and memory for scores. Query q's total
     of weights is then in row q // QUERIES * QUERIES, lane q % QUERIES.
     """
-    per_word = numbers_per_word(key_bytes)
+    per_word = WORD_BYTES // key_bytes
 
     @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
     def attend(visible, count, keys, values, head_dim, blocks, rows, stride):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
-from sequoia_plan.runtime.compiled.attention import BATCHES, BLOCK, QUERIES, numbers_per_word
+from sequoia_plan.runtime.compiled.attention import BATCHES, BLOCK, QUERIES, WORD_BYTES
 from sequoia_plan.runtime.compiled.forward import UNIT, Inputs, Outputs, Scratch, forward
 from sequoia_plan.runtime.compiled.packing import aligned_zeros
 from sequoia_plan.runtime.compiled.vectors import LANES
@@ -71,7 +71,7 @@ class CompiledCache(TreeCache):
     ) -> None:  # fmt: skip
         super().__init__(0, capacity, counts_positions=counts_positions)
         slots, bits = round_up(capacity, BLOCK), np.uint16 if dtype == torch.bfloat16 else np.uint32
-        n = numbers_per_word(np.dtype(bits).itemsize)
+        n = WORD_BYTES // np.dtype(bits).itemsize
         shape = (layers, heads, slots // n, head_dim, n)
         try:
             self.keys = aligned_zeros(
@@ -145,13 +145,14 @@ class CompiledPass:
         logits = np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32)
         hidden = np.empty((len(layers), rows, self.padded_width), np.float32)
         outputs = Outputs(logits, hidden, np.array(layers, np.int64))
+        spans = np.stack([visible.argmax(1), extent - visible[:, ::-1].argmax(1)], 1)
         with self.workers.lock:  # scratch memory serves one pass at a time
             self._reserve(rows, extent)
             self._reserve_rotary(cache.capacity)
             self.x[:, :rows, : self.width] = x
             inputs = Inputs(
                 self.x, np.zeros((0, 0), np.float32) if first is None else first, positions, slots,
-                visible, self.rotary, cache.keys, cache.values,
+                visible, spans, self.rotary, cache.keys, cache.values,
             )  # fmt: skip
             self.workers.run(self.packed.model, inputs, self.scratch, outputs)
         if not np.isfinite(logits.max(-1)).all():
@@ -184,7 +185,6 @@ class CompiledPass:
             normed=floats(workers, rows, self.padded_width),
             encoded=aligned_zeros((workers, rows, widest)),
             attention=floats(workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),
-            spans=np.zeros((workers, rows, 2), np.int64),
             heads=floats(rows, model.heads + 2 * self.kv_heads, model.head_dim),
             attended=floats(rows, model.heads, model.head_dim),
             added=floats(rows, self.padded_width),

@@ -21,7 +21,6 @@ from sequoia_plan.runtime.compiled.compiled_pass import (
 from sequoia_plan.runtime.compiled.forward import UNIT, project, put_side_by_side
 from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
 from sequoia_plan.runtime.compiled.weights import Embedding, blocks_of, describe, pack_model
-from sequoia_plan.runtime.models.architecture import UNLIMITED
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
 from sequoia_plan.runtime.models.model_state import State, Watch, copied, weights
@@ -49,7 +48,6 @@ class CompiledEagle(CompiledModel):
             packed, config, len(head.weight), draft.rotary_emb, self.dtype, workers=1
         )
         self.embed = Embedding(draft.get_input_embeddings())
-        self.window = draft.window or UNLIMITED
         self.norms = [
             norm.weight.detach().float().numpy()
             for norm in (first.input_layernorm, first.hidden_norm)
@@ -78,11 +76,8 @@ class CompiledEagle(CompiledModel):
 
         `features` float32 [rows, width].
         """
-        visible, places = visible_slots(mask), positions.numpy()
-        # the token in a slot has the position of the one before it
-        visible &= np.arange(visible.shape[1]) > places[:, None] - self.window + 1
-        rows = places, slots.numpy(), visible
-        return self._read(cache, tokens.numpy(), features.numpy(), *rows, logits_to_keep)
+        places = positions.numpy(), slots.numpy(), visible_slots(mask)
+        return self._read(cache, tokens.numpy(), features.numpy(), *places, logits_to_keep)
 
     def _read(
         self, cache: CompiledCache, tokens: NDArray[np.int64], x: NDArray[np.float32],
@@ -109,7 +104,7 @@ class CompiledEagle(CompiledModel):
         mask = draft_pass.mask[:0] if previous is None else draft_pass.mask
         tokens, read_slots, positions, slots, visible = place_rows(
             int(sequence.length), draft_pass.input_slots.numpy(), draft_pass.offsets.numpy(),
-            mask.float().numpy(), sequence.tokens.numpy(), self.window,
+            mask.float().numpy(), sequence.tokens.numpy(),
         )  # fmt: skip
         if previous is None:
             features = cache.features.numpy()[read_slots]
@@ -120,7 +115,7 @@ class CompiledEagle(CompiledModel):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def place_rows(length, input_slots, offsets, mask, tokens, window):
+def place_rows(length, input_slots, offsets, mask, tokens):
     """Of each row: its token, that token's slot, its position, its slot, and which it sees.
 
     `mask` float32 [rows, tree size + 2], or [0, n] for committed tokens.
@@ -135,13 +130,12 @@ def place_rows(length, input_slots, offsets, mask, tokens, window):
         of_token[row], read_slots[row] = tokens[read], read
         positions[row] = max(length + offsets[row] - 1, 0)
         slots[row] = slot if slot >= 0 else length - slot
-        first = positions[row] - window + 2
         if mask.shape[0]:
-            visible[row, max(first, 1) : length] = True
+            visible[row, 1:length] = True
             for node in range(size):
                 visible[row, length + node] = length + node > 0 and mask[row, 1 + node] >= 0
         else:
-            visible[row, max(first, min(read, 1)) : read + 1] = True
+            visible[row, min(read, 1) : read + 1] = True
     return of_token, read_slots, positions, slots, visible
 
 
@@ -163,10 +157,10 @@ def why_not(draft: Any) -> str:
     config = draft.config
     if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT:
         return f"{type(draft).__name__} with heads of {config.head_dim} numbers"
-    if len(set(draft.layer_types)) > 1 or any(
+    if draft.window is not None or any(
         p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()
     ):
-        return "its layers differ in their window, or it has biases"
+        return "it has a window or biases"
     if not all(map(is_as_defined, draft.modules())):
         return "a module has hooks"
     return ""

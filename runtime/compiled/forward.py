@@ -46,7 +46,8 @@ class Inputs(NamedTuple):
     """What a pass reads. `x` float32 [workers, rows, width] is the residual stream, changed.
 
     `first` float32 [rows, n]: what the first layer attends to, [0, 0]: the normed `x`; `rotary`
-    float32 [positions, 2, head_dim / 2]; `visible` bool [rows, extent]; `keys` [layers, heads,
+    float32 [positions, 2, head_dim / 2]; `visible` bool [rows, extent]; `spans` int64 [rows, 2]:
+    the first slot that a row sees, and the end; `keys` [layers, heads,
     slots / BLOCK, head_dim / n, BLOCK, n] and `values` [layers, heads, slots / n, head_dim, n],
     uint16 (bfloat16, n = 2) or uint32 (float32, n = 1).
     """
@@ -56,18 +57,18 @@ class Inputs(NamedTuple):
     positions: Any
     slots: Any
     visible: Any
+    spans: Any
     rotary: Any
     keys: Any
     values: Any
 
 
 class Scratch(NamedTuple):
-    """Memory of a pass; `normed`, `encoded`, `attention` and `spans` are each worker's own."""
+    """Memory of a pass; `normed`, `encoded` and `attention` are each worker's own."""
 
     normed: Any
     encoded: Any
     attention: Any
-    spans: Any
     heads: Any
     attended: Any
     added: Any
@@ -246,7 +247,7 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
 def attend(model, layer, inputs, scratch, worker, workers):
     """Attention of some heads' queries; queries of one cached head go together."""
     num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
-    group, spans, visible = model.heads // kv_heads, scratch.spans[worker], inputs.visible
+    group, spans, visible = model.heads // kv_heads, inputs.spans, inputs.visible
     bits, scratch_rows = scratch.heads.view(np.uint32), scratch.attention[worker]
     seen, per_word = np.empty(QUERIES * BATCHES, np.int64), inputs.keys.shape[5]
     sums = scratch_rows[:, LANES : LANES + head_dim]
@@ -265,12 +266,13 @@ def attend(model, layer, inputs, scratch, worker, workers):
             first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
             put(bits[row, head], queries[query])
             seen[query] = visible[row].ctypes.data
-        seen += first
+        first_block = first // BLOCK
+        seen += first_block * BLOCK
         call_8(
             model.attend, seen.ctypes.data, count,
-            inputs.keys[layer, kv_head, first // BLOCK :].ctypes.data,
-            inputs.values[layer, kv_head, first // per_word :].ctypes.data,
-            head_dim, (end - first) // BLOCK, scratch_rows.ctypes.data, scratch_rows.strides[0],
+            inputs.keys[layer, kv_head, first_block:].ctypes.data,
+            inputs.values[layer, kv_head, first_block * BLOCK // per_word :].ctypes.data,
+            head_dim, -(-end // BLOCK) - first_block, scratch_rows.ctypes.data, scratch_rows.strides[0],
         )  # fmt: skip
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
@@ -280,24 +282,11 @@ def attend(model, layer, inputs, scratch, worker, workers):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def find_spans(visible, spans):
-    """For each row, the slots from its first visible one to its last, in whole blocks."""
-    for row in range(visible.shape[0]):
-        first, end = 0, visible.shape[1]
-        while first < end and not visible[row, first]:
-            first += 1
-        while end > first and not visible[row, end - 1]:
-            end -= 1
-        spans[row, 0], spans[row, 1] = first // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def forward(worker, workers, counter, model, inputs, scratch, outputs):
     """One worker's part of a pass; `counter`: the address of an int64 that is 0."""
     x, hidden, encoded = inputs.x[worker], scratch.normed[worker], scratch.encoded[worker]
     rows, num_layers = inputs.slots.shape[0], model.matrices.shape[0]
     added, gates, ups = scratch.added, scratch.gate, scratch.up
-    find_spans(inputs.visible, scratch.spans[worker])
     rounds = 1
     outer = share(added.shape[1] // UNIT, worker, workers)
     first_outer, end_outer = outer[0] * UNIT, outer[1] * UNIT

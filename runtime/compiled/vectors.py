@@ -43,7 +43,8 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-BFLOATS = ir.VectorType(_BFloat16(), 2 * LANES)
+BFLOAT = _BFloat16()
+BFLOATS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 class Emitter:
@@ -122,11 +123,15 @@ class Emitter:
 
     def bfloats(self, value: ir.Value) -> ir.Value:
         """float32 numbers rounded to bfloat16, ties to even, as int16."""
-        builder, bits = self.builder, self.builder.bitcast(value, WORDS)
+        builder, kind = self.builder, ir.VectorType(HALF_WORD, LANES)
+        if HAS_BFLOAT16_PRODUCTS:
+            name, rounded = "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES)
+            return builder.bitcast(self.call(name, rounded, value), kind)
+        bits = builder.bitcast(value, WORDS)
         sixteen, one, most = (ir.Constant(WORDS, [n] * LANES) for n in (16, 1, 0x7FFF))
         odd = builder.and_(builder.lshr(bits, sixteen), one)
         bits = builder.add(builder.add(bits, odd), most)
-        return builder.trunc(builder.lshr(bits, sixteen), ir.VectorType(HALF_WORD, LANES))
+        return builder.trunc(builder.lshr(bits, sixteen), kind)
 
     def load_vectors(self, address: ir.Value, count: int, kind: ir.Type) -> list[ir.Value]:
         """Vectors of 64 bytes that lie side by side."""

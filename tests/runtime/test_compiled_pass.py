@@ -311,20 +311,14 @@ def drafted_trees(pair, prompts):
     return trees
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch, window):
+def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch):
     """After long prompts, and after those that are shorter than what a first pass reads."""
     monkeypatch.setattr("sequoia_plan.runtime.compiled.eagle.in_8_bits", lambda blocks: blocks)
-    prompts, trees = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)], []
-    for placement in ("resident", "compiled"):
-        pair = load_pair(dtype="float32", placement=placement)
-        if window:
-            pair.draft.config.sliding_window = window
-            pair.draft.layer_types = ("sliding_attention",)
-        if placement == "compiled":
-            assert compile_eagle(pair.draft) == ""
-        trees.append(drafted_trees(pair, prompts))
-    assert trees[0] == trees[1]
+    resident = load_pair(dtype="float32", placement="resident")
+    prompts = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)]
+    expected = drafted_trees(resident, prompts)
+    compiled_pair = load_pair(dtype="float32")
+    assert drafted_trees(compiled_pair, prompts) == expected
 
 
 def test_a_target_that_is_not_compiled_says_so(folder):
