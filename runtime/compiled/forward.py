@@ -47,9 +47,9 @@ class Inputs(NamedTuple):
 
     `first` float32 [rows, n]: what the first layer attends to, [0, 0]: the normed `x`; `rotary`
     float32 [positions, 2, head_dim / 2]; `visible` bool [rows, extent]; `spans` int64 [rows, 2]:
-    the first slot that a row sees, and the end; `keys` [layers, heads,
-    slots / BLOCK, head_dim / n, BLOCK, n] and `values` [layers, heads, slots / n, head_dim, n],
-    uint16 (bfloat16, n = 2) or uint32 (float32, n = 1).
+    the first slot that a row sees, and the end; `keys` [layers, heads, slots / BLOCK, head_dim / n,
+    BLOCK, n] and `values` [layers, heads, slots / n, head_dim, n], uint16 (bfloat16, n = 2) or
+    uint32 (float32, n = 1).
     """
 
     x: Any
@@ -271,8 +271,8 @@ def attend(model, layer, inputs, scratch, worker, workers):
         call_8(
             model.attend, seen.ctypes.data, count,
             inputs.keys[layer, kv_head, first_block:].ctypes.data,
-            inputs.values[layer, kv_head, first_block * BLOCK // per_word :].ctypes.data,
-            head_dim, -(-end // BLOCK) - first_block, scratch_rows.ctypes.data, scratch_rows.strides[0],
+            inputs.values[layer, kv_head, first_block * BLOCK // per_word :].ctypes.data, head_dim,
+            -(-end // BLOCK) - first_block, scratch_rows.ctypes.data, scratch_rows.strides[0],
         )  # fmt: skip
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
