@@ -1,18 +1,16 @@
-"""What a long text costs: steps, first tokens and memory, and a tree against plain decoding.
+"""What a long text costs: steps, prompts and memory, and trees against plain decoding.
 
     python benchmarks/contexts.py -o benchmarks/results/contexts.json
-    python benchmarks/contexts.py --dtype auto --context 256 --context 4096 -o build/contexts.json
 
-The parts of a step are timed after random tokens, all trees in each round. Then texts of three
-kinds are decoded: pages of Python's documentation, its code, and the built-in prompts one after the
+One thread. The parts of a step are timed after random tokens, all trees in each round. Then texts
+of three kinds are decoded: Python's documentation, its code, and the built-in prompts one after the
 other. The last token before the new ones is the same at all contexts of a text: only how much text
-stands before it differs. Plain decoding and the tree take turns.
+stands before it differs. Plain decoding and the trees take turns.
 """
 
 from __future__ import annotations
 
 import argparse as code
-import resource
 import time
 from contextlib import closing
 from pathlib import Path
@@ -29,124 +27,98 @@ from sequoia_plan.profiler.breakdown import time_parts
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.timing import random_prompt
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.captured_step import CapturedStep
 
-CONTEXTS = (256, 1024, 2048, 4096, 7168)
-TEXT_CONTEXTS = (256, 4096)
-GREEDY = Sampling()
+CONTEXTS, TEXT_CONTEXTS = (256, 1024, 2048, 4096, 7168), (256, 4096)
+ROUNDS, TEXTS, TOKENS, GREEDY = 5, 2, 64, Sampling()
 TREES = {
-    "1": TokenTree.chain(1),
-    "2": TokenTree.chain(2),
     "6": TokenTree.from_parents([-1, 0, 0, 1, 1, 2]),
+    "2": TokenTree.chain(2),
+    "1": TokenTree.chain(1),
 }
 
 
 @torch.inference_mode()
-def step_milliseconds(pair: Pair, contexts: list[int], rounds: int) -> dict[str, Any]:
-    """By context and tree: the parts of a step; and what the cache takes."""
-    steps = {"6": CapturedStep.of(pair.target, pair.draft, TREES["6"])}
-    steps |= {name: steps["6"].with_tree(tree) for name, tree in TREES.items() if name != "6"}
-    figures: dict[str, Any] = {}
-    for context in contexts:
-        step = steps["6"]
+def step_figures(pair: Pair, decoders: dict[str, SequoiaDecoder]) -> dict[str, Any]:
+    """By context: seconds of a prompt, the cache's megabytes, and milliseconds of steps by tree."""
+    steps, figures = {name: decoder.step for name, decoder in decoders.items()}, {}
+    for context in CONTEXTS:
         started = time.perf_counter()
-        step.prefill(random_prompt(pair, context), 8, seed=0)
-        figures[str(context)] = {"prompt_s": round(time.perf_counter() - started, 3)}
+        steps["6"].prefill(random_prompt(pair, context), 8, seed=0)
+        seconds = time.perf_counter() - started
         samples = [
             {name: time_parts(s, s.extent(context - 1), GREEDY) for name, s in steps.items()}
-            for _ in range(rounds + 1)
+            for _ in range(ROUNDS + 1)
         ][1:]  # the first warms up
-        for name in steps:
-            parts = samples[0][name]
-            figures[str(context)][name] = {
-                part: spread([1000 * sample[name][part] for sample in samples]) for part in parts
-            }
-        cache: Any = step.sequence.target
-        arrays = [cache.keys, cache.values] if hasattr(cache, "keys") else cache.blocks
-        figures[str(context)]["cache_mb"] = round(sum(a.nbytes for a in arrays) / 1e6)
+        cache: Any = steps["6"].sequence.target
+        figures[str(context)] = {
+            "prompt_s": round(seconds, 3),
+            "cache_mb": round((cache.keys.nbytes + cache.values.nbytes) / 1e6),
+        } | {
+            name: {part: spread([1000 * s[name][part] for s in samples]) for part in parts}
+            for name, parts in samples[0].items()
+        }
         print(context, figures[str(context)], flush=True)
     return figures
 
 
-def texts_of(tokenizer: Any, length: int, count: int) -> dict[str, list[list[int]]]:
+def texts_of(tokenizer: Any, length: int) -> dict[str, list[list[int]]]:
     """By kind, token ids of texts of one length."""
     prompts = [prompt.text for prompt in load(BUILT_IN) if isinstance(prompt.text, str)]
-    order = np.random.default_rng(0).permutation(len(prompts))
     whole = {
         "documentation": "\n".join(pages.topics.values()),
         "code": Path(code.__file__).read_text(),
-        "prompts": "\n\n".join(prompts[i] for i in order),
+        "prompts": "\n\n".join(np.random.default_rng(0).permutation(prompts)),
     }
     texts = {}
     for kind, text in whole.items():
-        tokens = tokenizer(text)["input_ids"]
-        while len(tokens) < length:
-            tokens = tokens + tokens
-        starts = np.linspace(0, min(len(tokens), 40 * length) - length, count).astype(int)
+        tokens = tokenizer(text)["input_ids"] * 2
+        starts = np.linspace(0, min(len(tokens), 40 * length) - length, TEXTS).astype(int)
         texts[kind] = [tokens[start : start + length] for start in starts]
     return texts
 
 
-def decode(decoder: SequoiaDecoder, prompt: list[int], tokens: int, **options: Any) -> Any:
-    """Seconds to the first tokens; tokens and seconds of the steps after them."""
-    started, counts, seconds = time.perf_counter(), [], []
-    with closing(decoder.steps(torch.tensor(prompt), tokens, GREEDY, **options)) as steps:
+def decode(decoder: SequoiaDecoder, prompt: list[int]) -> tuple[int, int, float]:
+    """Tokens, steps and seconds after the first step."""
+    counts, seconds = [], []
+    with closing(decoder.steps(torch.tensor(prompt), TOKENS, GREEDY, reuse_prefix=True)) as steps:
         for output in steps:
             counts.append(len(output.tokens))
-            seconds.append(time.perf_counter() - started)
-    return seconds[0], sum(counts[1:]), len(counts) - 1, seconds[-1] - seconds[0]
+            seconds.append(time.perf_counter())
+    return sum(counts[1:]), len(counts) - 1, seconds[-1] - seconds[0]
 
 
-def text_figures(pair: Pair, contexts: list[int], count: int, tokens: int) -> dict[str, Any]:
+def text_figures(pair: Pair, decoders: dict[str, SequoiaDecoder]) -> dict[str, Any]:
     """By kind, context and tree: speed, tokens a step, and speed over plain decoding."""
-    first_decoder = SequoiaDecoder(pair.target, pair.draft, TREES["6"])
-    decoders = {name: first_decoder.with_tree(tree) for name, tree in TREES.items()}
     figures: dict[str, Any] = {}
-    for kind, texts in texts_of(pair.tokenizer, max(contexts), count).items():
-        for context in contexts:
-            firsts, runs = [], []
-            for text in texts:
-                prompt = text[-context:]
-                firsts.append(decode(first_decoder, prompt, 8)[0])
-                runs.append(
-                    [decode(d, prompt, tokens, reuse_prefix=True)[1:] for d in decoders.values()]
-                )
+    for kind, texts in texts_of(pair.tokenizer, max(TEXT_CONTEXTS)).items():
+        for context in TEXT_CONTEXTS:
+            runs = [[decode(d, text[-context:]) for d in decoders.values()] for text in texts]
             made, steps, seconds = np.array(runs).T  # [trees, texts] each
-            figure: dict[str, Any] = {"first_token_s": spread(firsts)}
-            for name, speeds, per_step in zip(decoders, made / seconds, made / steps, strict=True):
-                figure[name] = {
-                    "tokens_s": spread(speeds, 1),
-                    "tokens_a_step": spread(per_step),
-                    "over_plain": spread(speeds * (seconds / made)[0]),
+            speeds = made / seconds
+            figures.setdefault(kind, {})[str(context)] = {
+                name: {
+                    "tokens_s": spread(speeds[number], 1),
+                    "tokens_a_step": spread(made[number] / steps[number]),
+                    "over_plain": spread(speeds[number] / speeds[-1]),
                 }
-            figures.setdefault(kind, {})[str(context)] = figure
-            print(kind, context, figure, flush=True)
+                for number, name in enumerate(decoders)
+            }
+            print(kind, context, figures[kind][str(context)], flush=True)
     return figures
 
 
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--dtype", action="append", help="auto, bfloat16; repeatable")
-    parser.add_argument("--placement", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--context", type=int, action="append", help="tokens, repeatable")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--texts", type=int, default=3, help="of each kind; 0 times steps alone")
-    parser.add_argument("--tokens", type=int, default=64)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    contexts, figures = options.context or list(CONTEXTS), {}
-    for dtype in options.dtype or ["auto", "bfloat16"]:
-        pair = load_pair(dtype=dtype, placement=options.placement)
-        figures[dtype] = {"steps": step_milliseconds(pair, contexts, options.rounds)}
-        if options.texts:
-            among = [context for context in contexts if context in TEXT_CONTEXTS]
-            figures[dtype]["texts"] = text_figures(pair, among, options.texts, options.tokens)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        figures[dtype]["peak_gb"] = round(peak, 2)
-    report = {"hardware": fingerprint("cpu"), "threads": options.threads, "figures": figures}
-    write_report(options.output, report)
+    options = new_parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    figures = {}
+    for dtype in ("auto", "bfloat16"):
+        pair = load_pair(dtype=dtype)
+        decoder = SequoiaDecoder(pair.target, pair.draft, TREES["6"])
+        decoders = {name: decoder.with_tree(tree) for name, tree in TREES.items()}
+        steps = step_figures(pair, decoders)
+        figures[dtype] = {"steps": steps, "texts": text_figures(pair, decoders)}
+    write_report(options.output, {"hardware": fingerprint("cpu"), "figures": figures})
 
 
 if __name__ == "__main__":
