@@ -30,17 +30,12 @@ class Acceptance:
 
     Args:
         rates: float64 [levels, node classes, ranks], the probabilities.
-        trials: float64 [levels, node classes], the accepted nodes that each vector of rates was
-            estimated from; None if the rates were given.
         counts: all that was counted; None if the rates were given. It may tell node classes apart
             that differ by no more than noise and have one vector of rates.
     """
 
-    def __init__(
-        self, rates: Any, trials: Floats | None = None, counts: Counts | None = None
-    ) -> None:
-        self.rates = read_only(rates)
-        self.trials, self.counts = trials, counts
+    def __init__(self, rates: Any, counts: Counts | None = None) -> None:
+        self.rates, self.counts = read_only(rates), counts
 
     @classmethod
     def given(cls, value: Any) -> Acceptance:
@@ -92,8 +87,7 @@ class Acceptance:
             raise SequoiaPlanError(
                 "acceptance[0]: found no trials, expected some of the root, where every step begins"
             )
-        rates, trials = estimate(counts.trials, counts.accepted)
-        return cls(rounded(rates), read_only(trials), counts)
+        return cls(rounded(estimate(counts.trials, counts.accepted)), counts)
 
     @classmethod
     def from_file(cls, document: Any) -> Acceptance:
@@ -170,8 +164,8 @@ def rounded(rates: Floats) -> Floats:
     return rates
 
 
-def estimate(trials: Floats, accepted: Floats) -> tuple[Floats, Floats]:
-    """Rates from counts, and the trials behind each vector of rates.
+def estimate(trials: Floats, accepted: Floats) -> Floats:
+    """Rates from counts.
 
     Node classes are moved towards each other by the share of their difference that noise explains;
     if it explains all of it, there is one node class in the result. Levels with few trials off the
@@ -180,7 +174,7 @@ def estimate(trials: Floats, accepted: Floats) -> tuple[Floats, Floats]:
     num_classes = trials.shape[1]
     by_level = _level_rates(*_with_deep_trials(trials.sum(1), accepted.sum(1)))[:, None]
     if num_classes == 1:
-        return by_level, trials
+        return by_level
     is_rare = trials[:, 1] < MIN_TRIALS
     is_rare[0] = False  # no node is off the spine there
     num_rare = max(is_rare.sum(), 1)
@@ -189,12 +183,13 @@ def estimate(trials: Floats, accepted: Floats) -> tuple[Floats, Floats]:
     pooled_trials[is_rare, 1] = trials[is_rare, 1].sum() / num_rare
     signal = _share_beyond_noise(trials, accepted, by_level[:, 0])
     if signal == 0:
-        return by_level, trials.sum(1, keepdims=True)
+        return by_level
     class_trials, class_accepted = _with_deep_trials(pooled_trials, pooled_accepted)
     is_observed = class_trials > 0
     by_class = class_accepted / np.where(is_observed, class_trials, 1)[..., None]
     by_class = np.where(is_observed[..., None], by_class, by_level)
-    return by_level + signal * (by_class - by_level), pooled_trials
+    rates: Floats = by_level + signal * (by_class - by_level)
+    return rates
 
 
 def _with_deep_trials(trials: Floats, accepted: Floats) -> tuple[Floats, Floats]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from sequoia_plan.artifacts.counts import PromptKind
 from sequoia_plan.artifacts.files import read_json, write_atomically
-from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, Number, Size
+from sequoia_plan.artifacts.schema import Artifact, Metadata, Number, Size
 
 EXPECTED = "figures written by sequoia-plan bench -o"
 
@@ -39,16 +39,11 @@ class Prediction(Artifact, frozen=True):
     ] = None
     interval: Annotated[
         tuple[Number, Number] | None,
-        "95 % interval of `speedup` on prompts like the profiled ones, for the tree under test",
+        "95 % interval of `speedup` on as many prompts of these kinds, for the tree under test",
     ] = None
     interval_new_kind: Annotated[
         tuple[Number, Number] | None,
         "the same for prompts of a kind that was not profiled",
-    ] = None
-    prompts_as_mixture: Annotated[
-        Count | None,
-        "how many of the prompts have no kind that the plan has figures for, and so count as "
-        "all profiled prompts together; missing if the plan has no figures by kind",
     ] = None
 
 
@@ -88,7 +83,7 @@ class MethodResult(
     ] = None
     by_kind: Annotated[
         dict[PromptKind, KindResult],
-        "figures by kind of prompts, for the kinds that the plan has figures for",
+        "figures by kind of prompts, `new kinds` for those that the plan has no figures for",
     ] = {}
 
 

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats
-from sequoia_plan.artifacts.tree import IntArray, TokenTree
+from sequoia_plan.artifacts.tree import TokenTree
 
 
 def child_probabilities(tree: TokenTree, rates: Floats) -> Floats:
@@ -18,17 +18,12 @@ def child_probabilities(tree: TokenTree, rates: Floats) -> Floats:
     A rank beyond the end of the rates has the probability 0. Returns float64 [size - 1].
     """
     num_ranks = rates.shape[2]
-    level, node_class = parent_rows(tree, rates)
+    parents = tree.parents[1:]
+    level = np.minimum(tree.position_ids[parents], len(rates) - 1)
+    node_class = np.minimum(tree.classes[parents], rates.shape[1] - 1)
     rank = tree.ranks[1:] - 1
     probability = rates[level, node_class, np.minimum(rank, num_ranks - 1)]
     return np.where(rank < num_ranks, probability, 0.0)
-
-
-def parent_rows(tree: TokenTree, rates: Floats) -> tuple[IntArray, IntArray]:
-    """Level and node class in `rates` of the parent of each node but the root, int [size - 1]."""
-    parents = tree.parents[1:]
-    level = np.minimum(tree.position_ids[parents], len(rates) - 1)
-    return level, np.minimum(tree.classes[parents], rates.shape[1] - 1)
 
 
 def node_values(tree: TokenTree, rates: Floats) -> Floats:

@@ -17,18 +17,15 @@ Quartiles = dict[ModelName, dict[Size, tuple[Seconds, Seconds]]]
 
 
 class VerificationCost(Artifact, frozen=True):
-    """Seconds that a step spends on verifying a drafted tree and on committing the accepted path.
+    """Seconds of a step besides its passes: verifying a drafted tree, committing the accepted path.
 
-    They are base + by_node * (size - 1). Where one draft pass serves all levels, they include the
-    drawing of the tree.
+    They are base + by_node * (size - 1), and on a CPU all that is not a pass. Where one draft pass
+    serves all levels, they include the drawing of the tree.
     """
 
     base: Annotated[Number, "seconds for any tree"]
     by_node: Annotated[Number, "seconds for each node but the root"]
-    error: Annotated[
-        Number,
-        "relative error of the sum: the residual standard error over the trees that were timed",
-    ] = 0.0
+    lookup: Annotated[Number, "seconds more where a step looks for the text's match"] = 0.0
 
 
 class StreamCost(Artifact, frozen=True):
@@ -40,6 +37,11 @@ class StreamCost(Artifact, frozen=True):
         "must arrive",
     ]
     bytes: Annotated[Size, "bytes that a pass over one token reads"]
+    expert_counts: Annotated[
+        tuple[Count, ...],
+        "of a mixture, how often each expert was chosen, layer by layer: those that were most "
+        "often stay in memory",
+    ] = ()
 
 
 class Latency(Artifact, frozen=True):
@@ -59,8 +61,8 @@ class Latency(Artifact, frozen=True):
     ]
     overhead: Annotated[
         Number,
-        "seconds of a step beyond its passes and verification: the mask and the transfer of "
-        "tokens to the host; on CUDA also random numbers and launches",
+        "seconds of a step beyond its passes and `verification`: on CUDA the host's mask, random "
+        "numbers, launches and transfer",
     ] = 0.0
     context: Annotated[Count, "tokens in the KV cache while the times were measured"] = 0
     samples: Annotated[dict[Size, Size], "how often each size was timed"] = {}
@@ -79,6 +81,11 @@ class Latency(Artifact, frozen=True):
     stream: Annotated[
         StreamCost | None,
         "time to stream the target's weights; missing if all of them are in memory",
+    ] = None
+    plain: Annotated[
+        Seconds | None,
+        "seconds of a whole step of plain decoding right after another one; on a CPU, because a "
+        "step that drafts finds less of the weights in the processor's cache",
     ] = None
 
     def __post_init__(self) -> None:

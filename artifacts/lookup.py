@@ -100,34 +100,11 @@ def write_positions(positions: Sequence[Position]) -> str:
     return " ".join(f"{position.match_length}:{position.run}" for position in positions)
 
 
-class ClassSummary(NamedTuple):
-    """What the counts say about one class of match."""
-
-    match_length: int
-    share: float
-    accepted: float | None
-    mean_run: float | None
-
-
-def class_summaries(counts: LookupCounts) -> list[ClassSummary]:
-    """A summary of each class of match, the shortest match first."""
+def share_with_match(counts: LookupCounts) -> float:
+    """The share of recorded positions before which the end of the text occurs earlier in it."""
     texts = itertools.chain.from_iterable(counts.texts.values())
-    positions = list(itertools.chain.from_iterable(map(read_positions, texts)))
-    summaries = []
-    for number, part in enumerate(counts.classes):
-        runs = [run for m, run in positions if class_of(m, counts.match_lengths) == number]
-        root = part.looked_up and part.looked_up.with_classes(1)
-        summaries.append(
-            ClassSummary(
-                part.match_length,
-                len(runs) / max(len(positions), 1),
-                float(root.accepted[0, 0, 0] / root.trials[0, 0])
-                if root and root.trials[0, 0]
-                else None,
-                sum(runs) / len(runs) if runs and part.match_length else None,
-            )
-        )
-    return summaries
+    matches = [position.match_length > 0 for text in texts for position in read_positions(text)]
+    return sum(matches) / max(len(matches), 1)
 
 
 def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:

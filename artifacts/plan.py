@@ -29,11 +29,6 @@ class Interval(Artifact, frozen=True):
     level: Annotated[ConfidenceLevel | None, "how often the interval holds the truth"] = None
     expected_tokens: Annotated[IntervalEnds | None, "expected tokens at its ends"] = None
     predicted_speedup: Annotated[IntervalEnds | None, "predicted speed-up at its ends"] = None
-    lost: Annotated[
-        IntervalEnds | None,
-        "the share of speed (or of tokens) this tree loses at either end against the one that "
-        "would be chosen there",
-    ] = None
 
 
 class MatchPlan(Artifact, frozen=True):
@@ -69,7 +64,6 @@ class Plan(Artifact, frozen=True, kw_only=True):
         "node on the spine (all ranks on its path from the root are 1; the root is on it, "
         "too), the second for all others",
     ] = None
-    effective_trials: Annotated[Count | None, "the effective sample size, as in the profile"] = None
     settings: Annotated[Metadata, "as in the profile"] = {}
     models: Annotated[dict[str, Metadata], "as in the profile"] = {}
     hardware: Annotated[Metadata, "as in the profile"] = {}
@@ -127,24 +121,32 @@ class Plan(Artifact, frozen=True, kw_only=True):
         "with `by_match`: the predicted speed-up, on the same texts, of the fastest single "
         "tree without prompt lookup",
     ] = None
+    text_speedups: Annotated[
+        dict[PromptKind, tuple[SpeedupFactor, ...]],
+        "the predicted speed-up of each profiled prompt, in ascending order, by kind (`all` where "
+        "prompts name none)",
+    ] = {}
+    median_speedup: Annotated[
+        SpeedupFactor | None,
+        "the median of `text_speedups`, as bench measures it; `predicted_speedup` is that of all "
+        "tokens together",
+    ] = None
     speedup_by_kind: Annotated[
-        dict[PromptKind, SpeedupFactor],
-        "with `by_match`, by kind of prompts: the speed-up when the texts that the profile "
-        "recorded of the kind are decoded again on paper",
+        dict[PromptKind, SpeedupFactor], "the median of each kind of prompts"
+    ] = {}
+    interval_by_kind: Annotated[
+        dict[PromptKind, IntervalEnds],
+        "95 % interval of the median of as many other prompts of the kind",
     ] = {}
     tokens_by_kind: Annotated[
         dict[PromptKind, TokensPerStep],
-        "tokens a step on the same texts",
-    ] = {}
-    text_speedups: Annotated[
-        dict[PromptKind, tuple[SpeedupFactor, ...]],
-        "`speedup_by_kind` of each text alone, in ascending order: a kind's fastest texts can "
-        "be several times as fast as its slowest",
+        "with `by_match`: tokens a step when the recorded texts of a kind are decoded again on "
+        "paper",
     ] = {}
     interval: Annotated[
         Interval | None,
-        "for prompts like the profiled ones: what the noise of the measurements leaves open at "
-        "`level`: `expected_tokens`, `predicted_speedup`, `lost`, each [low, high]",
+        "for as many other prompts like the profiled ones, at `level`, each [low, high]: "
+        "`expected_tokens`, and `predicted_speedup` around `median_speedup`, if there is one",
     ] = None
     interval_new_kind: Annotated[
         Interval | None,
@@ -183,7 +185,6 @@ def provenance(profile: Profile) -> dict[str, Any]:
     return {
         "tool": tool_version(),
         "profile_sha256": profile.sha256,
-        "effective_trials": profile.effective_trials,
         "settings": profile.settings,
         "models": profile.models,
         "hardware": profile.hardware,

@@ -71,7 +71,7 @@ def prediction_for(
     applies = (is_same_acceptance and is_same_sampling) or tree.size == 1
     if not plan.acceptance or not applies:
         return Prediction()
-    times = StepTime.from_measured(plan)
+    times = StepTime.from_measured(plan, looks_up=bool(plan.by_match))
     if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
         tokens, _, speedup = predict(tree, plan.acceptance, times)
     elif tree.by_match:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts.acceptance import Acceptance
-from sequoia_plan.artifacts.counts import Counts, PromptKind
+from sequoia_plan.artifacts.counts import ClassCounts, PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency
@@ -34,12 +34,6 @@ class Profile(YamlArtifact, frozen=True):
         "counts by level, the first for the root's children, the last with all levels below; "
         "or rates as `plan.acceptance` has them",
     ]
-    effective_trials: Annotated[
-        Count,
-        "effective sample size: how many independent observations of an accepted node would "
-        "leave the same uncertainty; fewer than in `acceptance`, because positions of one text "
-        "resemble each other. 0 if it was not measured",
-    ] = 0
     latency: Annotated[Latency | None, "without it, trees are solved for tokens, not for speed"] = (
         None
     )
@@ -63,10 +57,10 @@ class Profile(YamlArtifact, frozen=True):
     drafting: Annotated[Drafting, "which passes the draft makes; missing for a language model"] = (
         LANGUAGE_MODEL
     )
-    kinds: Annotated[
-        dict[PromptKind, Counts],
-        "the counts of `acceptance` by kind of prompts, where every prompt names its kind: the "
-        "differences between kinds set the interval for prompts of a new kind",
+    prompts: Annotated[
+        dict[PromptKind, tuple[ClassCounts, ...]],
+        "the counts of `acceptance` prompt by prompt, all levels together, by kind (`all` where "
+        "prompts name none): the differences between prompts and kinds set the intervals",
     ] = {}
     lookup: Annotated[
         LookupCounts | None,
@@ -74,15 +68,14 @@ class Profile(YamlArtifact, frozen=True):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse kinds that are not parts of the counts."""
-        counts = self.acceptance.counts
-        if self.kinds and counts:
-            parts = list(self.kinds.values())
-            have_one_shape = {part.accepted.shape for part in parts} == {counts.accepted.shape}
-            if not have_one_shape or np.any(sum(part.trials for part in parts) != counts.trials):
+        """Refuse prompts that are not parts of the counts."""
+        counts, prompts = self.acceptance.counts, list(chain.from_iterable(self.prompts.values()))
+        if prompts and counts:
+            has_one_length = {len(part.counts) for part in prompts} == {counts.accepted.shape[2]}
+            if not has_one_length or sum(part.trials for part in prompts) != counts.trials.sum():
                 raise SequoiaPlanError(
-                    "kinds: found trials that do not add up to those of `acceptance`, expected the "
-                    "same levels and ranks in each kind; leave `kinds` out, or profile again"
+                    "prompts: found trials that do not add up to those of `acceptance`, expected "
+                    "the same ranks for each prompt; leave `prompts` out, or profile again"
                 )
 
     @property
@@ -104,9 +97,8 @@ class Profile(YamlArtifact, frozen=True):
         return replace(
             self,
             acceptance=Acceptance([[[0.0]]]),
-            effective_trials=0,
             tree_size=None,
-            kinds={},
+            prompts={},
             models={role: model for role, model in self.models.items() if role != "draft"},
             drafting=LANGUAGE_MODEL,
             lookup=self.lookup.without_draft(),

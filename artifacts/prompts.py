@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,8 +40,8 @@ def built_in() -> list[Prompt]:
 
 
 def measuring_half(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompt and every second one after it. `profile` measures on these."""
-    return list(prompts[::2])
+    """The first prompt of the first kind and every second one from there. `profile` uses these."""
+    return _evenly(_grouped(prompts)[::2])
 
 
 def held_out_half(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -48,7 +49,33 @@ def held_out_half(prompts: Sequence[Prompt]) -> list[Prompt]:
 
     A single prompt is in both halves.
     """
-    return list(prompts[1::2] or prompts)
+    return _evenly(_grouped(prompts)[1::2] or prompts)
+
+
+def _grouped(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, one kind after the other."""
+    return list(chain.from_iterable(by_kind(prompts).values()))
+
+
+def by_kind(prompts: Sequence[Prompt]) -> dict[str | None, list[Prompt]]:
+    """The prompts of each kind, in the order of their first prompts."""
+    groups: dict[str | None, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.kind, []).append(prompt)
+    return groups
+
+
+def _evenly(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts in an order in which the first ones are of all kinds, and of the whole file.
+
+    Kinds take turns. Those of one kind come in the order of their reversed binary numbers: the
+    first, the middle one, those at the quarters, ...
+    """
+    spread = [
+        [group[i] for i in sorted(range(len(group)), key=lambda i: f"{i:032b}"[::-1])]
+        for group in by_kind(prompts).values()
+    ]
+    return list(filter(None, chain.from_iterable(zip_longest(*spread))))
 
 
 class _TextPart(Struct, tag_field="type", tag="text"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,11 +25,13 @@ class StepTime:
 
     latency: Latency
     drafting: Drafting = LANGUAGE_MODEL
+    looks_up: bool = False
+    """Does each step look for the match of the text?"""
 
     @classmethod
-    def from_measured(cls, measured: Profile | Plan) -> StepTime | None:
+    def from_measured(cls, measured: Profile | Plan, looks_up: bool = False) -> StepTime | None:
         """The step time that a profile or plan records; None if it has no latencies."""
-        return cls(measured.latency, measured.drafting) if measured.latency else None
+        return cls(measured.latency, measured.drafting, looks_up) if measured.latency else None
 
     @cached_property
     def _target_steps(self) -> tuple[Floats, Floats]:
@@ -50,9 +52,11 @@ class StepTime:
         return _evaluate(self._draft_steps, widths)
 
     def verification_seconds(self, sizes: int | NDArray[np.integer]) -> Any:
-        """Seconds of verifying and committing; 0 where the target's times include them."""
+        """Seconds of a step besides its passes; 0 where the target's times include them."""
         cost = self.latency.verification
-        return cost.base + cost.by_node * (sizes - 1) if cost else 0.0
+        if not cost:
+            return 0.0
+        return cost.base + cost.by_node * (sizes - 1) + cost.lookup * self.looks_up
 
     def largest_size(self) -> int:
         """Nodes of the largest tree whose step time is known."""
@@ -73,6 +77,8 @@ class StepTime:
 
     def work_seconds(self, tree: TokenTree) -> float:
         """Seconds of a step's passes, its verification and its overhead."""
+        if tree.size == 1 and self.latency.plain and not self.looks_up:
+            return self.latency.plain
         widths = self.drafting.pass_widths(tree.num_parents_by_level)
         draft_passes = self.draft_seconds(np.array(widths, int))
         target_pass = float(self.target_seconds(tree.size))
@@ -100,7 +106,7 @@ class StepTime:
 
     def plain_seconds(self) -> float:
         """Seconds a token of decoding without speculation, with the same engine."""
-        return self.step_seconds(TokenTree.chain(1))
+        return replace(self, looks_up=False).step_seconds(TokenTree.chain(1))
 
 
 def _step_function(points: Mapping[int, float]) -> tuple[Floats, Floats]:

@@ -77,7 +77,7 @@ def bench_at(run: Run, sampling: Sampling) -> dict[str, Any]:
         breakdowns[name] = with_peak_memory(run.device, measure_step)
     return result.to_dict() | {
         "acceptance": profile.acceptance.pooled().tolist(),
-        "trials": profile.effective_trials,
+        "prompts": {kind: len(part) for kind, part in profile.prompts.items()},
         "latency": profile.latency.to_dict(),
         "tree": {
             "parents": tree.parents.tolist(),
@@ -114,7 +114,6 @@ def time_random_pair(run: Run, name: str) -> dict[str, Any]:
         paper = Profile.load(CATALOG / "profiles" / f"{vector_name}.yaml")
         profile = Profile(
             acceptance=paper.acceptance,
-            effective_trials=paper.effective_trials,
             latency=latency,
             settings=sampling.settings(),
             models=pair.metadata,

@@ -1,15 +1,12 @@
 """Decode with the embedded target streamed from disk.
 
-It measures how much of the disk's speed a pass reaches, and what a tree gains over plain decoding.
+It measures what a tree gains over plain decoding.
 
     python benchmarks/offload.py -o benchmarks/results/offload.json
-    python benchmarks/offload.py --prompts 2 --tokens 8 --rounds 3 --latency-seconds 0 -o few.json
+    python benchmarks/offload.py --prompts 2 --tokens 8 --latency-seconds 0 -o few.json
 
 Parts that the output file already has are not run again.
 
-link: plain passes one after the other, and reads of the same blocks of the same file with as many
-    threads and as large chunks, in turn. Reads go past the page cache.
-layers: passes with transformers' layers and with fused ones, in turn.
 decode, decode-0.6: held-out prompts at temperature 0 and 0.6, every method in turn. All targets are
     streamed. Each tree is solved from a profile that is measured in this run. `plain + N` is plain
     decoding with N more layers in memory, which take at least the bytes of a draft and its KV
@@ -38,7 +35,7 @@ from typing import Any
 
 import torch
 from accelerate import disk_offload
-from reports import new_parser, spread, write_report
+from reports import new_parser, write_report
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.prediction import prediction_for
@@ -55,7 +52,6 @@ from sequoia_plan.profiler.decoding_methods import (
 )
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import held_out
-from sequoia_plan.profiler.timing import CONTEXT, random_prompt
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes
@@ -74,8 +70,9 @@ PRECISION = 0.08
 BUDGET, DEPTH = 768, 40
 """Limits of the trees: nodes and levels."""
 WARM_UP_READS, PASSES = 40, 4
-"""Reads until the disk is as slow as it will be; passes one after the other."""
-NODES = (1, 16, 64)
+"""Reads until the disk is as slow as it will be, of so many passes each."""
+Parts = dict[str, Callable[[argparse.Namespace], dict[str, Any]]]
+"""Functions that measure, by the names of parts of a report."""
 
 
 def bytes_read_so_far() -> int:
@@ -84,9 +81,9 @@ def bytes_read_so_far() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def streamed_pair(draft: str | None, layers: int, placement: str = "auto") -> Pair:
+def streamed_pair(draft: str | None, layers: int) -> Pair:
     """The embedded pair with so many layers of the target in memory."""
-    load = partial(load_pair, draft=draft, dtype=DTYPE, offload="disk", placement=placement)
+    load = partial(load_pair, draft=draft, dtype=DTYPE, offload="disk")
     target = OffloadedTarget(None, "cpu", torch.bfloat16)
     layer_bytes, num_layers = max(target.layer_sizes()), len(target.layers)
     if draft == INT8:  # it has a copy of the streamed layers, and of what is outside of the layers
@@ -104,17 +101,12 @@ def streamed_pair(draft: str | None, layers: int, placement: str = "auto") -> Pa
     return pair
 
 
-def read_buffers() -> list[memoryview]:
-    """A buffer for each thread. The system gives memory when it is first written."""
-    return [bytes_of(aligned_memory(CHUNK_BYTES).fill_(1)) for _ in range(THREADS)]
-
-
-def read_seconds(stream: Any, buffers: list[memoryview], passes: int) -> float:
+def read_seconds(stream: Any, buffers: list[memoryview]) -> float:
     """Mean seconds to only read what a pass reads, by a thread for each buffer."""
     chunks = iter(
         [
             (block.offset + start, min(CHUNK_BYTES, block.size - start))
-            for block in stream.blocks * passes
+            for block in stream.blocks * PASSES
             for start in range(0, block.size, CHUNK_BYTES)
         ]
     )
@@ -129,83 +121,7 @@ def read_seconds(stream: Any, buffers: list[memoryview], passes: int) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    return (time.perf_counter() - started) / passes
-
-
-def target_pass(pair: Pair, nodes: int) -> Callable[[], Any]:
-    """A function that runs the target over so many nodes after a random prompt."""
-    step = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(nodes)).step
-    step.prefill(random_prompt(pair, CONTEXT), 2 * max(NODES), seed=0)
-    return partial(step.run_target, step.extent(CONTEXT))
-
-
-def pass_seconds(stream: Any, run_pass: Callable[[], Any], passes: int) -> float:
-    """Mean seconds of passes one after the other; as much is read as is computed with."""
-    stream.wait_until_full()
-    started = time.perf_counter()
-    for _ in range(passes):
-        run_pass()
-    if passes > 1:
-        stream.wait_until_full()
-    return (time.perf_counter() - started) / passes
-
-
-@torch.inference_mode()
-def compare_with_reads(
-    stream: Any, run_pass: Callable[[], Any], rounds: int, passes: int
-) -> dict[str, Any]:
-    """Passes of a streamed target, and reads of what they stream, in turn."""
-    run_pass()
-    buffers = read_buffers()
-    read_samples, pass_samples, byte_samples = [], [], []
-    for _ in range(rounds):
-        stream.wait_until_full()  # the stream's own threads rest
-        read_samples.append(read_seconds(stream, buffers, passes))
-        bytes_before, started = bytes_read_so_far(), time.perf_counter()
-        for _ in range(passes):
-            run_pass()
-        stream.wait_until_full()  # the slots are as full as before
-        pass_samples.append((time.perf_counter() - started) / passes)
-        byte_samples.append((bytes_read_so_far() - bytes_before) / passes)
-    pairs = zip(read_samples, pass_samples, strict=True)
-    return {
-        "bytes_a_pass": stream.bytes,
-        "bytes_read_a_pass": round(statistics.median(byte_samples)),
-        "read_seconds": spread(read_samples, 5),
-        "pass_seconds": spread(pass_samples, 5),
-        "share_of_bandwidth": spread([reading / computing for reading, computing in pairs], 5),
-        "rounds": rounds,
-    }
-
-
-def measure_link(options: argparse.Namespace) -> dict[str, Any]:
-    """The share of the disk's speed that passes one after the other reach."""
-    pair = streamed_pair(None, RESIDENT)
-    run_pass = target_pass(pair, 1)
-    figures = compare_with_reads(stream_of(pair.target), run_pass, options.rounds, PASSES)
-    return figures | {"models": pair.metadata}
-
-
-@torch.inference_mode()
-def measure_layers(options: argparse.Namespace) -> dict[str, Any]:
-    """Passes with transformers' layers and with fused ones, by number of nodes.
-
-    `pass` begins with full slots, `stream` is one of several after each other.
-    """
-    placements = ("resident", "fused")
-    pairs = [streamed_pair(None, RESIDENT, placement) for placement in placements]
-    figures: dict[str, Any] = {"pass": {}, "stream": {}}
-    for nodes in NODES:
-        run_pass = [(stream_of(pair.target), target_pass(pair, nodes)) for pair in pairs]
-        for name, passes in (("pass", 1), ("stream", PASSES)):
-            rounds = [
-                [pass_seconds(*each, passes) for each in run_pass] for _ in range(options.rounds)
-            ]
-            old, new = (list(samples) for samples in zip(*rounds, strict=True))
-            ratios = [before / after for before, after in rounds]
-            figures[name][nodes] = {"transformers": spread(old, 5), "fused": spread(new, 5)}
-            figures[name][nodes]["ratio"] = spread(ratios, 5)
-    return figures | {"rounds": options.rounds, "models": pairs[0].metadata}
+    return (time.perf_counter() - started) / PASSES
 
 
 def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[str, Any]:
@@ -213,8 +129,10 @@ def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[st
     sampling, tokens = Sampling(temperature), options.tokens
     drafts = options.draft or DRAFTS
     pairs = {draft: streamed_pair(draft, RESIDENT) for draft in drafts}
-    stream, buffers = stream_of(pairs[drafts[0]].target), read_buffers()
-    speeds = [1 / read_seconds(stream, buffers, PASSES) for _ in range(WARM_UP_READS)]
+    stream = stream_of(pairs[drafts[0]].target)
+    # the system gives memory when it is first written
+    buffers = [bytes_of(aligned_memory(CHUNK_BYTES).fill_(1)) for _ in range(THREADS)]
+    speeds = [1 / read_seconds(stream, buffers) for _ in range(WARM_UP_READS)]
     lasting_speed = statistics.median(speeds[-WARM_UP_READS // 3 :])
     methods: dict[str, DecodePrompt] = {}
     bytes_read: dict[tuple[str, int], int] = {}
@@ -223,7 +141,7 @@ def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[st
     def wear_down() -> None:
         """Read until the disk gives no more than it gives for long."""
         for _ in range(WARM_UP_READS):
-            if 1 / read_seconds(stream, buffers, PASSES) <= 1.1 * lasting_speed:
+            if 1 / read_seconds(stream, buffers) <= 1.1 * lasting_speed:
                 return
 
     def add(name: str, decode: DecodePrompt) -> None:
@@ -314,30 +232,27 @@ def accelerate_method(sampling: Sampling, tokens: int, folder: str) -> DecodePro
     return transformers_method(replace(pair, target=target), sampling, tokens)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "link": measure_link,
-    "layers": measure_layers,
+PARTS: Parts = {
     "decode": lambda options: measure_decoding(options, 0.0),
     "decode-0.6": lambda options: measure_decoding(options, 0.6),
 }
 
 
-def main() -> None:
+def main(parts: Parts, description: str | None) -> None:
     """Run the parts that the output file lacks."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--part", action="append", choices=list(PARTS))
+    parser = new_parser(description)
+    parser.add_argument("--part", action="append", choices=list(parts))
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--latency-seconds", type=float, default=45.0)
     parser.add_argument("--draft", action="append", choices=DRAFTS, help="[default: all]")
     options = parser.parse_args()
     results = json.loads(options.output.read_text()) if options.output.exists() else {}
-    for name in options.part or PARTS:
+    for name in options.part or parts:
         if name not in results:
-            results[name] = PARTS[name](options) | {"hardware": fingerprint(CPU)}
+            results[name] = parts[name](options) | {"hardware": fingerprint(CPU)}
             write_report(options.output, results)
 
 
 if __name__ == "__main__":
-    main()
+    main(PARTS, __doc__)

@@ -8,10 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats
-from sequoia_plan.engines.plan import ChainAcceptance
+from sequoia_plan.engines.plan import ChainAcceptance, Drafting
 from sequoia_plan.engines.prediction import Expectation, ratio_error
 from sequoia_plan.engines.timing import StepTimes
-from sequoia_plan.engines.workload import Drafting
 
 MIN_CHAINS = 20
 """A position that fewer chains reached gets the rate of all positions from the second on."""

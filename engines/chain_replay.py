@@ -1,33 +1,41 @@
 """Steps of llama.cpp under other settings, replayed over recorded texts, and what they predict."""
 
+from __future__ import annotations
+
 import math
 import operator
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from msgspec.structs import replace
+import numpy as np
+from msgspec import structs
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.engines.chain import effective_trials
-from sequoia_plan.engines.plan import ChainAcceptance
+from sequoia_plan.engines.plan import NONE, ChainAcceptance, Drafting
 from sequoia_plan.engines.prediction import Expectation, ratio_error
 from sequoia_plan.engines.timing import StepTimes
-from sequoia_plan.engines.workload import Drafting
+
+NOTHING_DRAFTED = "nothing was drafted on these texts: give more --tokens or other prompts"
 
 
-@dataclass(frozen=True)
-class ChainStep:
+class ChainStep(NamedTuple):
     """One step of decoding, as a server did it or as a replay predicts it."""
 
     drafted: int
     accepted: int
     tokens: int
     passes: int = 0
+    """Passes of the draft that drafted, one more than tokens where the threshold ended a chain."""
     seconds: float = 0.0
     is_single: bool = True
+    """Whether the server reported the step alone."""
 
 
 class Proposal(NamedTuple):
@@ -35,22 +43,37 @@ class Proposal(NamedTuple):
 
     prob: float
     agrees: bool
+    candidates: Sequence[int] = ()
+    """The likeliest tokens, first the one that is drafted."""
 
 
 @dataclass(frozen=True)
 class DraftedText:
-    """What a draft model proposed along a text.
+    """What a draft proposed along a text, and the text's tokens, in which others are looked up.
 
     The positions are those of the generated tokens from the second on: the first one comes with the
     prompt's pass.
     """
 
-    proposals: Sequence[Proposal]
-    tails: Mapping[int, Sequence[float]]
-    """Probabilities of the tokens that were drafted after a wrong one, by its position."""
     limit: int
+    """Tokens that a request may take."""
+    prompt: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    proposals: Sequence[Proposal] = ()
+    tails: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Probabilities of the tokens that were drafted after a wrong one, by its position."""
     first: Sequence[Proposal] = ()
-    """Proposals where a chain begins, if they are others."""
+    """Proposals where a chain begins, if they are others: of a draft that reads hidden states."""
+
+    @cached_property
+    def num_shared(self) -> int:
+        """Positions up to the first whose token differs from the one that the draft met.
+
+        The two were decoded in batches of other sizes, which round otherwise.
+        """
+        own = zip(self.proposals, self.tokens[1:], strict=False)
+        same = [not p.candidates or p.agrees == (p.candidates[0] == token) for p, token in own]
+        return [*same, False].index(False)
 
     def proposal(self, position: int, wrong: int | None) -> Proposal:
         """What is proposed at a position of a chain whose first wrong token is at `wrong`."""
@@ -62,35 +85,56 @@ class DraftedText:
         return Proposal(self.proposals[-1].prob, True)  # beyond the end all accepted is lost
 
     def replay(self, drafting: Drafting) -> list[ChainStep]:
-        """Decodes the text again with another maximum length and threshold."""
+        """Decodes the text again in another way."""
+        end = len(self.proposals) if drafting.length else len(self.tokens) - 1
+        if drafting.length and drafting.lookup_size:
+            end = self.num_shared
+        text = [*self.prompt, *self.tokens]
+        matches = earlier_matches(text, drafting.lookup_size) if drafting.lookup_size else ()
         steps = []
-        position, end = 0, len(self.proposals)
+        position = 0
         while position < end:
             # the server leaves room for the token that every step yields; the first token is the
             # prompt's
-            room = min(drafting.length, self.limit - position - 2)
-            drafted = accepted = 0
-            wrong = None  # position of the chain's first wrong token
-            is_stopped = False
-            while drafted < room:
-                proposal = self.proposal(position + drafted, wrong)
-                if not drafted and position < len(self.first):
-                    proposal = self.first[position]
-                if proposal.prob < drafting.min_prob:
-                    is_stopped = True
-                    break
-                if wrong is None and not proposal.agrees:
-                    wrong = position + drafted
-                drafted += 1
-                accepted += wrong is None
-            tokens = min(accepted + 1, end - position)
-            steps.append(ChainStep(drafted, accepted, tokens, drafted + is_stopped))
+            room = self.limit - position - 2
+            drafted, accepted = 0, 0
+            if drafting.lookup_size:
+                history = len(self.prompt) + position  # tokens in the cache: all but the last one
+                copied = copied_tokens(text[: history + 1], matches[history], drafting)
+                own = self.tokens[position + 1 :]
+                drafted = len(copied[: max(room, 0)])
+                accepted = [*map(operator.eq, copied[:drafted], own), False].index(False)
+            passes = 0
+            if not drafted and room > 0 and drafting.length:
+                drafted, accepted, passes = self._draft(position, room, drafting)
+            steps.append(ChainStep(drafted, accepted, min(accepted + 1, end - position), passes))
             position += accepted + 1
         return steps
 
+    def _draft(self, position: int, room: int, drafting: Drafting) -> tuple[int, int, int]:
+        """Tokens drafted and accepted by a chain of the draft, and its passes.
+
+        A draft that reads hidden states drafts the whole chain and then cuts it off.
+        """
+        most = drafting.length if self.first else min(drafting.length, room)
+        drafted = accepted = 0
+        wrong = None  # position of the chain's first wrong token
+        while drafted < most:
+            proposal = self.proposal(position + drafted, wrong)
+            if not drafted and position < len(self.first):
+                proposal = self.first[position]
+            if proposal.prob < drafting.min_prob:
+                break
+            if wrong is None and not proposal.agrees:
+                wrong = position + drafted
+            drafted += 1
+            accepted += wrong is None
+        passes = drafted + (drafted < most)
+        return min(drafted, room), min(accepted, room), passes
+
 
 def drafted_text(
-    steps: Sequence[ChainStep], chains: Iterator[Sequence[float]], limit: int
+    steps: Sequence[ChainStep], chains: Iterator[Sequence[Proposal]], limit: int
 ) -> DraftedText:
     """Puts the next recorded chains together, those of one text.
 
@@ -102,29 +146,37 @@ def drafted_text(
     num_tokens = 0
     is_known = True  # whose tokens are whose, before steps that are reported together
     for step in steps:
-        logged: list[float] = []
+        logged: list[Proposal] = []
         while len(logged) < step.drafted:
-            probs = next(chains, None)
-            if not probs:
+            proposed = next(chains, None)
+            if not proposed:
                 raise SequoiaPlanError(
                     "the server's debug log has fewer drafted tokens than its timings; this build "
                     "logs otherwise than ggml 0.25"
                 )
-            logged += probs
+            logged += proposed
         is_known = is_known and step.is_single
         if not is_known:
             continue
         num_tokens += step.tokens
-        chain = logged[: step.drafted]  # the server cuts off what a request has no room for
-        proposals += [Proposal(prob, True) for prob in chain[: step.accepted]]
+        drafted = logged[: step.drafted]  # the server cuts off what a request has no room for
+        proposals += [proposal._replace(agrees=True) for proposal in drafted[: step.accepted]]
         if step.accepted < step.drafted:
-            tails[len(proposals)] = chain[step.accepted + 1 :]
-            proposals.append(Proposal(chain[step.accepted], False))
-        elif chain:
-            proposals.append(proposals[-1])
+            tails[len(proposals)] = [proposal.prob for proposal in drafted[step.accepted + 1 :]]
+            proposals.append(drafted[step.accepted])
+        elif drafted:
+            proposals.append(proposals[-1]._replace(candidates=()))
         else:  # the last token of a text is not drafted
             proposals.append(Proposal(0.0, False))
-    return DraftedText(proposals[: min(limit - 1, num_tokens)], tails, limit)
+    return DraftedText(limit, proposals=proposals[: min(limit - 1, num_tokens)], tails=tails)
+
+
+def copied_tokens(text: Sequence[int], match: int, drafting: Drafting) -> Sequence[int]:
+    """What llama.cpp's ngram-simple drafts after a text, whose last tokens begin at `match` too."""
+    size, length = drafting.lookup_size, drafting.lookup_length
+    copied = text[match + size : -1][:length]
+    is_drafted = match and len(copied) >= size and len(text) > size + length + 2
+    return copied if is_drafted else []
 
 
 def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
@@ -145,76 +197,76 @@ def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class LookupText:
-    """A text in which tokens are looked up."""
-
-    prompt: Sequence[int]
-    tokens: Sequence[int]
-    limit: int
-
-    def replay(self, drafting: Drafting) -> list[ChainStep]:
-        """Decodes the text again with llama.cpp's ngram-simple, counted on its tokens."""
-        size = drafting.lookup_size
-        if not size:
-            return [ChainStep(0, 0, 1)] * (len(self.tokens) - 1)
-        tokens = [*self.prompt, *self.tokens]
-        matches = earlier_matches(tokens, size)
-        steps = []
-        index = len(self.prompt) + 1  # of the next token; the first one is the prompt's
-        while index < len(tokens):
-            history = index - 1  # the tokens in the cache: all but the last one
-            match = matches[index - 1]
-            copied = tokens[match + size : history][: drafting.length]
-            if not match or len(copied) < size or history <= size + drafting.length + 1:
-                copied = []
-            room = self.limit - (index - len(self.prompt)) - 1
-            drafted = copied[: max(room, 0)]
-            own = tokens[index : index + len(drafted)]
-            accepted = [*map(operator.eq, drafted, own), False].index(False)
-            tokens_of_step = min(accepted + 1, len(tokens) - index)
-            steps.append(ChainStep(len(drafted), accepted, tokens_of_step))
-            index += accepted + 1
-        return steps
-
-
-@dataclass(frozen=True)
 class ReplayModel:
-    """Predicts the ways of drafting of one type from the steps of recorded texts."""
+    """Predicts the ways of drafting of llama.cpp from the steps of recorded texts."""
 
+    texts: Sequence[DraftedText]
+    draftings: Sequence[Drafting]
+    """The ways to choose from, none first."""
     acceptance: ChainAcceptance
-    replays: Mapping[Drafting, Sequence[Sequence[ChainStep]]]
-    """Of each way of drafting the steps of every text."""
+    recorded: Mapping[Drafting, Sequence[Sequence[ChainStep]]] = field(default_factory=dict)
+    """Steps that a server made, with their seconds, in ways that are not replayed."""
 
-    @property
-    def draftings(self) -> list[Drafting]:
-        """The ways of drafting to choose from."""
-        return list(self.replays)
+    @cached_property
+    def replays(self) -> dict[Drafting, Sequence[Sequence[ChainStep]]]:
+        """Of each way of drafting the steps of every text that has any."""
+        replayed = {each: [text.replay(each) for text in self.texts] for each in self.draftings}
+        return {**replayed, **self.recorded}
+
+    def improved(self, gain: float) -> ReplayModel:
+        """The model of chains alone, with a draft that is right more often.
+
+        Wrong proposals become right at random, and as probable as a random right one.
+        """
+        rng = random.Random(0)
+        proposals = [*chain.from_iterable(text.proposals for text in self.texts)]
+        right = [proposal.prob for proposal in proposals if proposal.agrees] or [1.0]
+        share = gain * len(proposals) / max(len(proposals) - len(right), 1)
+
+        def better(proposal: Proposal) -> Proposal:
+            is_changed = not proposal.agrees and rng.random() < share
+            return Proposal(rng.choice(right), True) if is_changed else proposal
+
+        texts = [
+            replace(t, proposals=[*map(better, t.proposals)], first=[*map(better, t.first)])
+            for t in self.texts
+        ]
+        chains = [drafting for drafting in self.draftings if drafting.is_chain]
+        return replace(self, texts=texts, draftings=chains, recorded={})
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
         """The mean step of all texts. The error is from how texts differ and from the times."""
         replays = [steps for steps in self.replays[drafting] if steps]
-        has_draft = drafting.length > 0 and not drafting.lookup_size
         tokens = [sum(step.tokens for step in steps) for steps in replays]
-        seconds = [seconds_of(steps, has_draft, batch, times) for steps in replays]
+        seconds = [parts_of(steps, drafting, times).sum() for steps in replays]
         time_error = times.seconds_and_error(batch, drafting.length)[1]
         speed = sum(tokens) / sum(seconds)
-        text_error = ratio_error(tokens, seconds) / speed if drafting.length else 0.0
+        text_error = ratio_error(tokens, seconds) / speed if drafting != NONE else 0.0
         num_steps = sum(map(len, replays))
         return Expectation(
             sum(tokens) / num_steps, sum(seconds) / num_steps, math.hypot(time_error, text_error)
         )
 
+    def parts_per_token(self, drafting: Drafting, times: StepTimes) -> Floats:
+        """Seconds of the parts of all steps over their tokens (`StepTimes.parts`)."""
+        steps = [*chain.from_iterable(self.replays[drafting])]
+        return parts_of(steps, drafting, times) / sum(step.tokens for step in steps)
 
-def seconds_of(steps: Iterable[ChainStep], has_draft: bool, batch: int, times: StepTimes) -> float:
-    """Seconds of several steps.
 
-    A server with a draft has the draft read the verified tokens, too, which takes about a pass if
-    nothing was drafted. A chain that the threshold ends has a pass more than tokens.
+def parts_of(steps: Iterable[ChainStep], drafting: Drafting, times: StepTimes) -> Floats:
+    """Seconds of the parts of several steps of one request, float64 [4].
+
+    A step of looked-up tokens has no pass that drafts, and a chain that the threshold ends has one
+    more than tokens. What a server took itself is one part.
     """
-    num_passes = sum(step.passes - step.drafted + (not step.drafted) for step in steps)
-    counts = Counter(step.drafted for step in steps)
-    seconds = sum(n * times.seconds_and_error(batch, length)[0] for length, n in counts.items())
-    return seconds + (num_passes * times.pass_seconds if has_draft else 0.0)
+    if drafting.types:
+        return np.array([sum(step.seconds for step in steps), 0.0, 0.0, 0.0])
+    counts = Counter((step.drafted, step.passes) for step in steps)
+    parts = [
+        count * np.array(times.parts(drafted, passes if drafting.length else None))
+        for (drafted, passes), count in counts.items()
+    ]
+    return np.sum(parts, axis=0)
 
 
 def acceptance_of(texts: Sequence[Sequence[ChainStep]], source: str) -> ChainAcceptance:
@@ -222,9 +274,7 @@ def acceptance_of(texts: Sequence[Sequence[ChainStep]], source: str) -> ChainAcc
     steps = [*chain.from_iterable(texts)]
     length = max((step.drafted for step in steps), default=0)
     if not length:
-        raise SequoiaPlanError(
-            "nothing was drafted on these texts; give more --tokens or other prompts"
-        )
+        return ChainAcceptance(max(len(steps), 1), (0,), source=source)
     full = [step for step in steps if step.drafted == length]
     counts = ChainAcceptance(
         drafts=len(full),
@@ -233,4 +283,4 @@ def acceptance_of(texts: Sequence[Sequence[ChainStep]], source: str) -> ChainAcc
         source=source,
     )
     tokens_by_text = [[step.tokens for step in steps] for steps in texts]
-    return replace(counts, trials=round(effective_trials(counts, tokens_by_text), 1))
+    return structs.replace(counts, trials=round(effective_trials(counts, tokens_by_text), 1))

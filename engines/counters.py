@@ -1,8 +1,10 @@
 """vLLM's own counters of speculation, from a metrics page (Prometheus text) or an engine."""
 
 import re
+import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
@@ -13,12 +15,13 @@ from sequoia_plan.engines.plan import ChainAcceptance
 
 PREFIX = "vllm:spec_decode_"
 NUM_DRAFTS = f"{PREFIX}num_drafts"
-NUM_DRAFT_TOKENS = f"{PREFIX}num_draft_tokens"
-NUM_ACCEPTED = f"{PREFIX}num_accepted_tokens"
 ACCEPTED_PER_POSITION = f"{PREFIX}num_accepted_tokens_per_pos"
 NUM_GENERATED = "vllm:generation_tokens"
 NUM_FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
 """Requests that got their first token."""
+STEP_SECONDS = "vllm:inter_token_latency_seconds_sum"
+NUM_STEPS = "vllm:inter_token_latency_seconds_count"
+"""Steps of all requests; the passes over prompts are none."""
 SAMPLE = re.compile(r"^(vllm:\w+?)(?:_total)?(?:\{(.*)\})? (\S+)", re.MULTILINE)
 """Name, labels and value. vLLM's own snapshot (`LLM.get_metrics`) has names without `_total`."""
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
@@ -38,7 +41,7 @@ def fetch(source: str) -> dict[str, float]:
             return parse(response.read().decode(errors="replace"))
     except (OSError, ValueError, HTTPException) as error:
         raise SequoiaPlanError(
-            f"--metrics {source}: {address} cannot be read ({error!r:.200}); "
+            f"{address} cannot be read ({error!r:.200}); "
             "name a running vLLM server, or a file of its metrics"
         ) from error
 
@@ -60,35 +63,53 @@ def chain_acceptance(counters: Mapping[str, float], source: str) -> ChainAccepta
     accepted: list[float] = []
     while (name := f"{ACCEPTED_PER_POSITION}[{len(accepted)}]") in counters:
         accepted.append(counters[name])
-    drafts, total = counters.get(NUM_DRAFTS), counters.get(NUM_ACCEPTED, -1.0)
-    if not drafts or not accepted or abs(sum(accepted) - total) > 0.5:
+    drafts = counters.get(NUM_DRAFTS)
+    if not drafts or not accepted:
         names = sorted(name for name in counters if name.startswith(PREFIX))
         raise SequoiaPlanError(
             f"{source}: found {', '.join(names)[:300] or 'no counters of speculation'}, expected "
-            f"{NUM_DRAFTS} above 0, and {ACCEPTED_PER_POSITION} from position 0 on with the sum "
-            f"{NUM_ACCEPTED}; use vLLM V1, 0.8.5 or later, with --speculative-config and without "
-            "--disable-log-stats, and send it requests"
+            f"{NUM_DRAFTS} above 0, and {ACCEPTED_PER_POSITION} from position 0 on; use vLLM V1, "
+            "0.8.5 or later, with --speculative-config and without --disable-log-stats, and send "
+            "it requests"
         )
-    origin = source if "://" in source else Path(source).name
-    mean_length = counters.get(NUM_DRAFT_TOKENS, 0.0) / drafts
-    if mean_length < 0.9 * len(accepted):  # some chains were clearly shorter than the longest
-        origin += f"; chains of {mean_length:.1f} tokens on average, {len(accepted)} at most"
     return ChainAcceptance(
         drafts=round(drafts),
         accepted=tuple(map(round, accepted)),
-        drafting_share=round(_drafting_share(counters, drafts, total), 4),
-        source=origin,
+        # looked-up chains are not in every step; without counts of steps they are taken to be
+        drafting_share=round(min(1.0, drafts / (counters.get(NUM_STEPS) or drafts)), 4),
+        source=source if "://" in source else Path(source).name,
     )
 
 
-def _drafting_share(counters: Mapping[str, float], drafts: float, num_accepted: float) -> float:
-    """Share of a request's steps that drafted any token; 1 if the page lacks what it takes.
+@dataclass(frozen=True)
+class ServedSteps:
+    """The steps that a running server made in a while, averaged over its requests."""
 
-    A step yields its accepted tokens and one more, so the number of steps is the number of
-    generated tokens minus the accepted ones. The first token of a request is from the pass over its
-    prompt, which is no such step.
-    """
-    if NUM_GENERATED not in counters or NUM_FIRST_TOKENS not in counters:
-        return 1.0
-    steps = counters[NUM_GENERATED] - num_accepted - counters[NUM_FIRST_TOKENS]
-    return min(1.0, drafts / steps) if steps > 0 else 1.0
+    seconds: float
+    """Seconds of a step, with whatever else the server did in it, such as prefills of others."""
+    tokens: float
+    """Tokens of a step and request."""
+    requests: float
+    """Requests that were decoded together."""
+    acceptance: ChainAcceptance | None
+    """How far chains were accepted; None if none was drafted."""
+
+
+def watch(source: str, seconds: float) -> ServedSteps:
+    """Reads a running server's counters twice, so many seconds apart, and changes nothing there."""
+    before, start_time = fetch(source), time.perf_counter()
+    time.sleep(seconds)
+    after, elapsed = fetch(source), time.perf_counter() - start_time
+    counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    steps = counters.get(NUM_STEPS, 0.0)
+    if steps <= 0:
+        raise SequoiaPlanError(
+            f"{source}: no token was decoded in {seconds:g} seconds; send the server your usual "
+            "requests meanwhile, or give it more seconds"
+        )
+    return ServedSteps(
+        seconds=counters[STEP_SECONDS] / steps,
+        tokens=(counters[NUM_GENERATED] - counters[NUM_FIRST_TOKENS]) / steps,
+        requests=counters[STEP_SECONDS] / elapsed,
+        acceptance=chain_acceptance(counters, source) if counters.get(NUM_DRAFTS) else None,
+    )

@@ -30,8 +30,26 @@ WRAPPER_TEXTS = re.compile(
     "Engine core initialization failed|EngineCore encountered an issue|EngineDeadError|cancelled"
 )
 """vLLM's words for an error that another of its processes has already printed in full."""
+ADVICE = {
+    r"vocab|not eagle3|incompatible": "the draft does not pair with this target: take one that was "
+    "made for it",
+    r"alloc|out of memory|KV cache": "not enough memory: a shorter context (-c in --server-args, "
+    "max_model_len in --engine-args) takes less, and fewer layers on the device (-ngl)",
+    r"No module named .vllm": "name the Python that has vLLM with --python",
+    r"invalid argument|unknown argument": "this llama-server has no such option: build a newer one",
+    r"401|[Ii]nvalid API [Kk]ey": "the server needs a key: give --api-key",
+    r"refused": "no server answers there: start it, or name another --url",
+    r"timed out": "it hangs: see whether it answers /completion at all",
+}
+"""What to do, by what an error says."""
 MAX_LOG_BYTES = 1 << 17
 """The end of the log in which the cause of an error is searched."""
+
+
+def advised(text: str) -> str:
+    """An error with what to do about it, where that is known."""
+    hints = [hint for pattern, hint in ADVICE.items() if re.search(pattern, text)]
+    return f"{text}; {hints[0]}" if hints else text
 
 
 class EngineProcess:
@@ -79,7 +97,8 @@ class EngineProcess:
             event = f"died with exit code {message['exit_code']}"
         self._has_failed = True
         cause = self._cause(str(message.get("error", "")))
-        raise SequoiaPlanError(f"the engine {event} while {activity}: {cause} (log: {self.log})")
+        text = f"the engine {event} while {activity}: {cause} (log: {self.log})"
+        raise SequoiaPlanError(advised(text))
 
     def _cause(self, reported: str) -> str:
         """The cause of a failure: the last error in the log.

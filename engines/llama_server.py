@@ -1,8 +1,10 @@
-"""A llama-server of the user's own build of llama.cpp, and its requests.
+"""A llama-server, of the user's own build of llama.cpp or one that runs already, and its requests.
 
 The server's `timings` after each token give every step's time and how many tokens were drafted and
 accepted in it. Its debug log gives the draft's probabilities.
 """
+
+from __future__ import annotations
 
 import json
 import re
@@ -24,16 +26,18 @@ import numpy as np
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import PromptText
-from sequoia_plan.engines.chain_replay import ChainStep
-from sequoia_plan.engines.engine_process import EngineProcess
+from sequoia_plan.engines.chain_replay import ChainStep, Proposal
+from sequoia_plan.engines.engine_process import EngineProcess, advised
 
 START_SECONDS = 600
 """A server must be ready within this time."""
 ANSWER_SECONDS = 600
 """A request must be answered within this time."""
-CANDIDATE = re.compile(rb"draft candidate\s+0, pos\s+(\d+):\s*(\d+) \(\s*([\d.]+)\)")
-"""The likeliest token of a draft's pass in the debug log: its position in the chain, id and
-probability."""
+CANDIDATE = re.compile(rb"draft candidate\s+(\d), pos\s+(\d+):\s*(\d+) \(\s*([\d.]+)\)")
+"""A likely token of a draft's pass in the debug log: its rank from 0 on, its position in the chain,
+its id and its probability."""
+TYPES = re.compile(r"--spec-type\s+(none\S*)")
+NO_SPECULATION = re.compile(rb"failed to initialize speculative decoding context: (.*)")
 OPENER = build_opener(ProxyHandler({}))  # no proxy reaches this machine
 
 
@@ -44,6 +48,8 @@ class Build:
     path: str
     version: str
     has_device: bool
+    types: tuple[str, ...] = ()
+    """Its types of speculation."""
 
 
 def find_build(server: str) -> Build:
@@ -57,7 +63,13 @@ def find_build(server: str) -> Build:
     devices = re.search(
         r"Available devices:\s*\n\s*(?!\(none\))\S", _output_of(path, "--list-devices")
     )
-    return Build(path, version[1].strip() if version else "", bool(devices))
+    types = TYPES.search(_output_of(path, "--help"))
+    if not types:
+        raise SequoiaPlanError(
+            f"--server {server}: this version has no --spec-type; build llama.cpp of 2026 or later"
+        )
+    name = version[1].strip() if version else ""
+    return Build(path, name, bool(devices), tuple(types[1].split(",")))
 
 
 def _output_of(path: str, option: str) -> str:
@@ -69,46 +81,64 @@ def _output_of(path: str, option: str) -> str:
 class Server:
     """A running llama-server for one request at a time."""
 
-    def __init__(self, build: Build, arguments: Sequence[str]) -> None:
+    def __init__(self, address: str, key: str = "", engine: EngineProcess | None = None) -> None:
+        self.address = address.rstrip("/")
+        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        self._engine = engine
+        self._log_offset = 0
+
+    @classmethod
+    def start(cls, build: Build, arguments: Sequence[str]) -> Server:
+        """Starts a server at a free port."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._address = f"http://127.0.0.1:{port}"
-        command = [build.path, *arguments, "--host", "127.0.0.1", "--port", str(port)]
-        self._engine = EngineProcess(sys.executable, command)
-        self.close = self._engine.close
+            port = str(free.getsockname()[1])
+        command = [build.path, *arguments, "--host", "127.0.0.1", "--port", port]
+        key = dict(pairwise(arguments)).get("--api-key", "")
+        return cls(f"http://127.0.0.1:{port}", key, EngineProcess(sys.executable, command))
+
+    def close(self) -> None:
+        """Ends a server that was started here."""
+        if self._engine:
+            self._engine.close()
 
     def wait(self) -> None:
         """Waits until the models are loaded."""
+        assert self._engine
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._engine.process.poll() is not None:
-                self._engine.receive("starting")  # raises, with the cause from the log
-            with suppress(OSError), OPENER.open(f"{self._address}/health", timeout=ANSWER_SECONDS):
+                self._engine.receive("starting")
+            with suppress(OSError), OPENER.open(f"{self.address}/health", timeout=ANSWER_SECONDS):
+                if reason := NO_SPECULATION.search(self._engine.log.read_bytes()):
+                    text = reason[1].decode(errors="replace")
+                    raise SequoiaPlanError(advised(f"llama-server does not speculate: {text}"))
                 return
-            time.sleep(0.05)
+            time.sleep(0.02)
         raise SequoiaPlanError(f"llama-server was not ready within {START_SECONDS} s")
 
     @contextmanager
-    def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+    def _answer(self, path: str, body: Mapping[str, Any] | None) -> Iterator[Any]:
         """The answer to a request; where there is none, the error says why."""
-        headers = {"Content-Type": "application/json"}
-        request = Request(self._address + path, json.dumps(body).encode(), headers)
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.address + path, data, self._headers)
         try:
             with OPENER.open(request, timeout=ANSWER_SECONDS) as answer:
                 yield answer
         except (OSError, HTTPException) as error:
             reason = repr(error)
             if isinstance(error, HTTPError):
-                reason = error.read(2000).decode(errors="replace")
-            else:
+                reason = f"{error.code} {error.read(2000).decode(errors='replace')}"
+            elif self._engine:
                 with suppress(subprocess.TimeoutExpired):
                     self._engine.process.wait(timeout=5)
-                    self._engine.receive(f"answering {path}")  # raises: why the server died
-            raise SequoiaPlanError(f"llama-server failed at {path}: {reason:.300}") from error
+                    self._engine.receive(f"answering {path}")
+            raise SequoiaPlanError(
+                advised(f"{self.address}: llama-server failed at {path}: {reason:.300}")
+            ) from error
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Sends a request, and returns the whole answer."""
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Sends a request, and returns the whole answer; without a body it is a GET."""
         with self._answer(path, body) as answer:
             return json.load(answer)
 
@@ -134,14 +164,23 @@ class Server:
         """Token ids that follow a prompt, all of them: a stream leaves out parts of characters."""
         return self.ask("/completion", {**completion, "return_tokens": True})["tokens"]
 
-    def logged_chains(self) -> list[list[tuple[int, float]]]:
-        """The token ids and probabilities of each drafted chain so far, from the debug log."""
+    def logged_chains(self) -> list[list[Proposal]]:
+        """What was proposed in each drafted chain since the last call, from the debug log."""
+        assert self._engine
         time.sleep(0.5)  # another thread of the server writes its log
-        chains: list[list[tuple[int, float]]] = []
-        for position, token, prob in CANDIDATE.findall(self._engine.log.read_bytes()):
-            if int(position) == 0:
+        with self._engine.log.open("rb") as file:
+            file.seek(self._log_offset)
+            log = file.read()
+        chains: list[list[Proposal]] = []
+        for rank, position, token, prob in CANDIDATE.findall(log):
+            if int(position) == int(rank) == 0:
                 chains.append([])
-            chains[-1].append((int(token), float(prob)))
+            if int(rank) == 0:
+                chains[-1].append(Proposal(float(prob), False, (int(token),)))
+            else:
+                last = chains[-1][-1]
+                chains[-1][-1] = last._replace(candidates=(*last.candidates, int(token)))
+        self._log_offset += len(log)
         return chains
 
 

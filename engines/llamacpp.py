@@ -1,21 +1,24 @@
-"""llama.cpp in a build of the user's: how its servers are started, run, and are told how to draft.
+"""llama.cpp in a build of the user's: how its servers are started, measured, and told how to draft.
 
-The draft's probabilities are recorded along texts, from which `replay` predicts every maximum
-length (n-max) and threshold (p-min).
+The draft's proposals are recorded along texts, from which `chain_replay` predicts every maximum
+length (n-max), threshold (p-min), and lookup.
 """
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.chain_replay import (
+    NOTHING_DRAFTED,
     ChainStep,
     DraftedText,
-    LookupText,
     Proposal,
     ReplayModel,
     acceptance_of,
@@ -23,24 +26,18 @@ from sequoia_plan.engines.chain_replay import (
 )
 from sequoia_plan.engines.driver import fill_up
 from sequoia_plan.engines.llama_server import Build, Server
-from sequoia_plan.engines.plan import ContextPlan
+from sequoia_plan.engines.plan import NONE, ContextPlan, Drafting, StepSeconds
 from sequoia_plan.engines.pool import EnginePool
+from sequoia_plan.engines.prediction import best_drafting
 from sequoia_plan.engines.spec_types import (
+    BLOCK_TYPES,
     HIDDEN_STATE_TYPES,
-    LOOKUP,
     candidates,
-    default_drafting,
     flags,
-    timed_draftings,
+    lookups,
 )
-from sequoia_plan.engines.timing import NEVER
-from sequoia_plan.engines.workload import (
-    NONE,
-    Drafting,
-    EngineRun,
-    RunKind,
-    text_before,
-)
+from sequoia_plan.engines.timing import StepTimes, step_seconds
+from sequoia_plan.engines.workload import EngineRun, RunKind, text_before
 
 SERVER_CONTEXT = 4096
 """Size of a server's context, at least, unless --server-args sets it."""
@@ -49,15 +46,21 @@ ROOM = 512
 are longer, and a text to time lookups in, too."""
 EXTRA_LENGTH = 4
 """Tokens of a recorded chain beyond the longest one that is planned."""
-PROMPTS_PER_ROUND = 4
-LOOKUPS_PER_ROUND = 2
-"""Texts of a round that times lookups, each with several drafts."""
-COPIED_DRAFTS = 4
-"""Drafts of a lookup that are timed in a text."""
-MIN_PERIOD = 16
-"""Tokens of a text that is repeated to time lookups, at least."""
-PERIOD_MARGIN = 8
-"""Tokens of such a text beyond those that are drafted."""
+NEVER = 1.01
+"""A threshold that no token reaches: the draft makes one pass and proposes nothing."""
+TIMING_ROUNDS = 4
+SHORT_CHAINS = 4
+"""Chains that show the time of a pass of the draft."""
+PLAIN_TOKENS = 20
+"""Tokens of a request that times steps without speculation."""
+TIMED_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 25, 33, 49)
+"""Tokens of the target's passes that are timed besides 1: kernels change with the batch."""
+PERIOD = 64
+"""Tokens of a text that is repeated to time lookups: more than are looked up."""
+COPIED = Drafting(lookup_size=3, lookup_length=TIMED_WIDTHS[-1] - 1)
+"""In a text that repeats, a pattern of three tokens is found one period before."""
+DEFAULT_CHAIN, DEFAULT_LOOKUP = Drafting(3), Drafting(lookup_size=12, lookup_length=48)
+"""What llama.cpp does if only a type is named (common.h, ggml 0.25.3)."""
 
 
 class Logged(NamedTuple):
@@ -70,15 +73,15 @@ class Logged(NamedTuple):
 class LlamaCppPool(EnginePool):
     """Servers that decode one request at a time."""
 
-    min_rounds = max_rounds = 3
     starts_each_round = True
 
     build: Build
-    spec_type: str
+    draft_type: str = ""
+    """llama.cpp's type of the draft; empty without one."""
+    other_types: Sequence[str] = ()
+    """Types of n-gram that are measured as they are by default."""
     arguments: Sequence[str] = ()
     """Further options of llama-server."""
-    lookup_texts: dict[int, list[LookupText]] = field(default_factory=dict)
-    """Recorded texts by context."""
 
     @property
     def has_device(self) -> bool:
@@ -88,7 +91,7 @@ class LlamaCppPool(EnginePool):
     @property
     def default_drafting(self) -> Drafting:
         """What llama.cpp does if only the type is named."""
-        return default_drafting(self.spec_type)
+        return DEFAULT_CHAIN if self.draft_type else DEFAULT_LOOKUP
 
     def start(self, key: Drafting | Logged) -> Server:
         """Starts a server."""
@@ -98,11 +101,11 @@ class LlamaCppPool(EnginePool):
         size = max(SERVER_CONTEXT, self.max_context + self.workload.tokens + ROOM)
         options = [
             *("-m", self.target, "-np", "1", "-c", str(size), "--offline"),
-            *flags(drafting, self.spec_type, self.draft),
+            *flags(drafting, self.draft_type, self.draft),
             *self.arguments,
             *(["--verbosity", "5"] if logs_chains else []),
         ]
-        server = Server(self.build, options)
+        server = Server.start(self.build, options)
         self.exit_stack.callback(server.close)
         server.wait()
         return server
@@ -133,15 +136,11 @@ class LlamaCppPool(EnginePool):
         }
 
     def decode(
-        self,
-        key: Drafting | Logged,
-        prompts: Iterable[int],
-        context: int = 0,
-        extra_tokens: int = 0,
+        self, key: Drafting | Logged, prompts: Iterable[int], context: int = 0
     ) -> list[list[ChainStep]]:
         """Decodes prompts, one at a time, and returns each one's steps."""
         self.ensure_running([key])
-        server, tokens = self.running[key], self.workload.tokens + extra_tokens
+        server, tokens = self.running[key], self.workload.tokens
         return [
             server.generate(self._completion(self.prompt(i, context), tokens, context))
             for i in prompts
@@ -151,114 +150,174 @@ class LlamaCppPool(EnginePool):
         """Decodes prompts."""
         return engine_run(chain.from_iterable(self.decode(kind.drafting, prompts, kind.context)))
 
-    def record(self, max_length: int, batch: int, context: int) -> ReplayModel:
-        """Records what is replayed, and counts how far the longest chains are accepted."""
-        texts: Sequence[DraftedText | LookupText]
-        if self.spec_type == LOOKUP:
-            texts = self.lookup_texts[context] = self._record_lookup(context)
-            longest = Drafting(max_length, lookup_size=min(2, max_length))
-            recorded = [text.replay(longest) for text in texts]
-        else:
-            texts, recorded = self._record_draft(max_length + EXTRA_LENGTH, context)
-        replays = {
-            drafting: [text.replay(drafting) for text in texts]
-            for drafting in candidates(self.spec_type, max_length)
-        }
-        return ReplayModel(acceptance_of(recorded, self.source(context)), replays)
+    def measure(self, max_length: int, context: int) -> tuple[ReplayModel, StepTimes]:
+        """Records what is replayed, and times steps.
 
-    def _record_lookup(self, context: int) -> list[LookupText]:
-        """Decodes prompts without speculation, for their tokens."""
-        self.report_status("decoding texts to look tokens up in")
-        self.ensure_running([NONE])
-        prompts = [self.prompt(i, context) for i in self.workload.measuring]
-        return [
-            LookupText(prompt, self._text(NONE, prompt, context), self.workload.tokens)
-            for prompt in prompts
+        Of lookups before a draft, those before the best chain are predicted.
+        """
+        times = self._time(context, max_length)
+        texts, recorded = self.record(context, max_length)
+        draftings = candidates(max_length if self.draft_type else 0)
+        model = ReplayModel(texts, draftings, acceptance_of(recorded, self.source(context)))
+        best_chain = NONE
+        if self.draft_type:
+            chains = replace(model, draftings=[each for each in draftings if each.is_chain])
+            best_chain = best_drafting(chains, times, 1)
+            joined = [
+                structs.replace(each, length=best_chain.length, min_prob=best_chain.min_prob)
+                for each in lookups()
+            ]
+            draftings = [*draftings, *joined]
+        as_they_are = [
+            structs.replace(chain, types=name)
+            for name in self.other_types
+            for chain in dict.fromkeys((NONE, best_chain))
         ]
+        steps = {each: self.decode(each, self.workload.measuring, context) for each in as_they_are}
+        return replace(model, draftings=[*draftings, *as_they_are], recorded=steps), times
+
+    def record(
+        self, context: int, max_length: int
+    ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
+        """Decodes the prompts to measure on: their texts, and steps with long chains."""
+        self.report_status("decoding texts without speculation")
+        limit = self.workload.tokens
+        prompts = [self.prompt(i, context) for i in self.workload.measuring]
+        texts = [
+            DraftedText(limit, prompt, self._text(NONE, prompt, context)) for prompt in prompts
+        ]
+        if not self.draft_type:
+            longest = Drafting(lookup_size=2, lookup_length=max_length)
+            return texts, [text.replay(longest) for text in texts]
+        key = Logged(Drafting(max_length + EXTRA_LENGTH))
+        length = key.drafting.length
+        self.report_status(f"recording chains of {length} tokens")
+        self.ensure_running([key])
+        self.running[key].logged_chains()  # of another context, and of steps that were timed
+        recorded = self.decode(key, self.workload.measuring, context)
+        chains = self.running[key].logged_chains()
+        if not chains:  # some drafts log nothing: no threshold can be planned for them
+            steps = chain.from_iterable(recorded)
+            chains = [[Proposal(1.0, False)] * step.drafted for step in steps if step.drafted]
+        remaining = iter(chains)
+        drafted = [drafted_text(steps, remaining, limit) for steps in recorded]
+        firsts: list[Sequence[Proposal]] = [()] * len(texts)
+        if self.draft_type in HIDDEN_STATE_TYPES:
+            firsts = [*self._record_first_tokens(prompts, context, length)]
+        return [
+            replace(of_draft, prompt=text.prompt, tokens=text.tokens, first=first)
+            for text, of_draft, first in zip(texts, drafted, firsts, strict=True)
+        ], recorded
 
     def _text(self, key: Drafting | Logged, prompt: Sequence[int], context: int) -> list[int]:
         """The token ids that a server writes after a prompt."""
-        completion = self._completion(prompt, self.workload.tokens, context)
-        return self.running[key].text(completion)
-
-    def _record_draft(
-        self, length: int, context: int
-    ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
-        """Decodes prompts and records the draft's probabilities along their texts."""
-        self.report_status(f"recording chains of {length} tokens")
-        key = Logged(Drafting(length))
         self.ensure_running([key])
-        server = self.running[key]
-        num_before = len(server.logged_chains())  # of another context
-        recorded = self.decode(key, self.workload.measuring, context, extra_tokens=length)
-        chains = ([prob for _, prob in tokens] for tokens in server.logged_chains()[num_before:])
-        texts = [drafted_text(steps, chains, self.workload.tokens) for steps in recorded]
-        if self.spec_type in HIDDEN_STATE_TYPES:
-            first = self._record_first_tokens(context)
-            texts = [replace(text, first=first[i]) for i, text in enumerate(texts)]
-        return texts, recorded
+        return self.running[key].text(self._completion(prompt, self.workload.tokens, context))
 
-    def _record_first_tokens(self, context: int) -> list[list[Proposal]]:
+    def _record_first_tokens(
+        self, prompts: Sequence[Sequence[int]], context: int, length: int
+    ) -> list[list[Proposal]]:
         """Decodes prompts, and records the first token that a draft proposes at each position.
 
         The server's threshold lets no token through, so that every position is the begin of a
         chain, but the log has the token that would have been drafted.
         """
         self.report_status("recording the first token of a chain at each position")
-        key = Logged(Drafting(1, NEVER))
+        key = Logged(Drafting(length, NEVER))
         self.ensure_running([key])
-        server = self.running[key]
-        recorded, num_before = [], len(server.logged_chains())
-        for i in self.workload.measuring:
-            tokens = self._text(key, self.prompt(i, context), context)
-            chains = server.logged_chains()
-            # the first token of a text is the prompt's, and the last one may not be drafted
-            pairs = zip(tokens[1:], chains[num_before:], strict=False)
-            recorded.append([Proposal(prob, token == own) for own, ((token, prob), *_) in pairs])
-            num_before = len(chains)
-        return recorded
+        self.running[key].logged_chains()
+        texts = [self._text(key, prompt, context) for prompt in prompts]
+        chains = iter(self.running[key].logged_chains())
+        # the first token of a text is the prompt's, and the last one of a whole text is not drafted
+        return [
+            [
+                proposed._replace(agrees=proposed.candidates[0] == own)
+                for own, (proposed, *_) in zip(
+                    tokens[1 : self.workload.tokens - 1], chains, strict=False
+                )
+            ]
+            for tokens in texts
+        ]
 
-    def timed_draftings(self, max_length: int) -> list[Drafting]:
-        """Every length of a plan: the times are staircases, since kernels change with the batch."""
-        return timed_draftings(self.spec_type, max_length)
+    def _time(self, context: int, max_length: int) -> StepTimes:
+        """Times steps of every length.
 
-    def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
-        """Times the steps that draft as many tokens as they may.
-
-        Lookups are timed in texts that repeat themselves, about as long as the prompts are: a step
-        takes longer after a longer text. With a context it is one text, which the server then has
-        in its cache.
+        A request has no room for longer chains than its tokens, so that one server shows the steps
+        of all lengths. Servers alternate, so that a drift of the machine's speed affects all.
         """
-        drafting, _, context = kind
-        self.report_status(f"timing steps, round {round_index + 1} of {self.max_rounds}")
-        tokens = self.workload.tokens
-        if drafting.lookup_size:
-            tokens = max(tokens, COPIED_DRAFTS * (drafting.length + 1))
-            prompts = self._repeated_prompts(drafting.length, context)
-        else:
-            first = round_index * PROMPTS_PER_ROUND
-            indices = [(first + i) % self.workload.num_measuring for i in range(PROMPTS_PER_ROUND)]
-            prompts = [self.prompt(i, context) for i in indices]
-        # what follows a long context may be the text's end
-        ignores_end = drafting.lookup_size > 0 or context > 0
-        steps = chain.from_iterable(
-            self.running[drafting].generate(self._completion(prompt, tokens, context), ignores_end)
-            for prompt in prompts
-        )
-        length = 0 if drafting.min_prob == NEVER else drafting.length
-        return engine_run(step for step in steps if step.is_single and step.drafted == length)
+        drafts = Logged(Drafting(max_length + EXTRA_LENGTH))
+        rooms: dict[Any, Sequence[int]] = {
+            NONE: [PLAIN_TOKENS],
+            COPIED: [width - 1 for width in TIMED_WIDTHS],
+        }
+        if self.draft_type:
+            rooms[drafts] = range(drafts.drafting.length + 1)
+        seconds: dict[Any, defaultdict[int, list[float]]] = {
+            key: defaultdict(list) for key in rooms
+        }
+        for group in self.groups(rooms):
+            for round_index in range(TIMING_ROUNDS):
+                self.report_status(f"timing steps, round {round_index + 1} of {TIMING_ROUNDS}")
+                self.ensure_running(group)
+                index = round_index % self.workload.num_measuring
+                prompt = self.prompt(index, context)
+                text = repeated(self.texts[index] or prompt, context or len(prompt))
+                for key in group[:: -1 if round_index % 2 else 1]:
+                    for room in rooms[key]:
+                        body = self._completion(text if key == COPIED else prompt, room + 2, 1)
+                        steps = self.running[key].generate(body, ignores_end=True)
+                        if key == COPIED and not steps[0].drafted:  # it must go on to repeat
+                            body["logit_bias"] = [[text[-PERIOD], 100.0]]
+                            steps = self.running[key].generate(body, ignores_end=True)
+                        for step in steps:
+                            if step.is_single:
+                                seconds[key][step.drafted].append(step.seconds)
+        plain, *_ = timed_steps(seconds[NONE])
+        passes = {
+            step.speculative_tokens + 1: step.seconds for step in timed_steps(seconds[COPIED])
+        }
+        times = StepTimes((plain,), context, target_seconds={**passes, 1: plain.seconds})
+        if not self.draft_type:
+            return times
+        idle, *timed = timed_steps(seconds[drafts])
+        if not timed:
+            raise SequoiaPlanError(NOTHING_DRAFTED)
+        return self._with_draft(times, idle.seconds, timed)
 
-    def _repeated_prompts(self, length: int, context: int) -> list[list[int]]:
-        """The texts in which a lookup of some length is timed."""
-        sizes = [len(self.prompts[i]) for i in self.workload.measuring]
-        texts = self.lookup_texts[context][: 1 if context else LOOKUPS_PER_ROUND]
-        prompts = [repeated(text, length, context or int(np.median(sizes))) for text in texts]
-        return [prompts[i % len(prompts)][-context:] for i in range(LOOKUPS_PER_ROUND)]
+    def _with_draft(
+        self, times: StepTimes, idle_seconds: float, timed: Sequence[StepSeconds]
+    ) -> StepTimes:
+        """The times with those of a draft, from steps that drafted a token and more.
+
+        A draft that reads hidden states drafts its whole chain and reads a token, before the chain
+        is cut off, so a pass for each token that is missing is taken off.
+        """
+        is_block = self.draft_type in BLOCK_TYPES
+        drafts_all = self.draft_type in HIDDEN_STATE_TYPES
+        longest = len(timed)
+        in_passes = [
+            (step.seconds - idle_seconds - times.target_pass(n + 1) + times.target_pass(1))
+            / (1 if is_block else longest + 1 if drafts_all else n)
+            for n, step in enumerate(timed[:SHORT_CHAINS], 1)
+        ]
+        pass_seconds = max(float(np.median(in_passes)), 0.0)
+        if is_block:
+            idle_seconds, pass_seconds = idle_seconds + pass_seconds, 0.0
+        missing = pass_seconds * drafts_all
+        steps = (
+            structs.replace(step, seconds=step.seconds - (longest - n) * missing)
+            for n, step in enumerate(timed, 1)
+        )
+        return replace(
+            times,
+            steps=(*times.steps, *steps),
+            pass_seconds=pass_seconds,
+            idle_seconds=idle_seconds,
+        )
 
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
         """The options of llama-server for the best way of drafting, as one line for a shell."""
-        best = Drafting.of(plan.best_cell(1))
-        words = flags(best, self.spec_type, self.draft)
+        words = flags(plan.best_cell(1).drafting, self.draft_type, self.draft)
         return (shlex.join(words),) if words else ()
 
     def metadata(self) -> dict[str, Any]:
@@ -266,9 +325,14 @@ class LlamaCppPool(EnginePool):
         return {
             "engine": "llamacpp",
             "engine_version": self.build.version,
-            "method": self.spec_type,
-            "settings": {"server_args": list(self.arguments)},
+            "method": ",".join(filter(None, (*self.other_types, self.draft_type))),
+            "settings": {"server_args": [*self.arguments], "tokens": self.workload.tokens},
         }
+
+
+def timed_steps(seconds: Mapping[int, Sequence[float]]) -> list[StepSeconds]:
+    """The median seconds of steps by their drafted tokens."""
+    return [step_seconds(1, n, np.array(times), len(times)) for n, times in sorted(seconds.items())]
 
 
 def engine_run(steps: Iterable[ChainStep]) -> EngineRun:
@@ -278,10 +342,8 @@ def engine_run(steps: Iterable[ChainStep]) -> EngineRun:
     return EngineRun(seconds, len(taken), sum(step.tokens for step in taken))
 
 
-def repeated(text: LookupText, length: int, size: int) -> list[int]:
+def repeated(tokens: Sequence[int], size: int) -> list[int]:
     """A prompt that repeats the end of a text, and that a model goes on to repeat."""
-    period = max(length + PERIOD_MARGIN, MIN_PERIOD)
-    tokens = [*text.prompt, *text.tokens]
-    end = (tokens * -(-period // len(tokens)))[-period:]
-    size = max(size, 3 * period)
-    return (end * -(-size // period))[-size:]
+    end = ([*tokens] * -(-PERIOD // len(tokens)))[-PERIOD:]
+    size = max(size, 3 * PERIOD)
+    return (end * -(-size // PERIOD))[-size:]

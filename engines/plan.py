@@ -1,49 +1,27 @@
-"""How many tokens another engine should draft in a step, by batch size, as YAML.
+"""A diagnosis of speculation in an engine: what was measured, what is predicted, and the plan."""
 
-Such a plan holds what was measured, what is predicted from it, and what was measured afterwards.
-"""
-
-from typing import Annotated
-
-from msgspec import Meta
+from typing import Any
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.schema import (
-    Artifact,
-    Count,
-    Metadata,
-    Number,
-    Seconds,
-    Size,
-    YamlArtifact,
-)
-
-SOME = Meta(min_length=1)
-CountsByPosition = Annotated[tuple[Count, ...], SOME]
-Share = Annotated[float, Meta(gt=0, le=1)]
-AtLeastOne = Annotated[float, Meta(ge=1)]
+from sequoia_plan.artifacts.schema import Artifact
 
 
 class ChainAcceptance(Artifact, frozen=True):
     """How often the first, the first two, ... tokens of a drafted chain were accepted."""
 
-    drafts: Annotated[Size, "number of chains that were verified"]
-    accepted: Annotated[
-        CountsByPosition,
-        "number of these whose first token was accepted, whose first two were, and so on",
-    ]
-    trials: Annotated[
-        Number,
-        "effective sample size: how many independent chains would leave the same uncertainty. "
-        "It is below `drafts` where chains of one text resemble each other, and 0 if only the "
-        "counts are known; chains are then taken as independent",
-    ] = 0.0
-    drafting_share: Annotated[
-        Share,
-        "share of a request's steps in which any token was drafted; below 1 where drafts are "
-        "looked up in the text",
-    ] = 1.0
-    source: Annotated[str, "source of the counts"] = ""
+    drafts: int
+    """Chains that were verified."""
+    accepted: tuple[int, ...]
+    """How many of these had their first token accepted, their first two, and so on."""
+    trials: float = 0.0
+    """Effective sample size: how many independent chains would leave the same uncertainty.
+
+    It is below `drafts` where chains of one text resemble each other, and 0 if only the counts are
+    known; chains are then taken as independent.
+    """
+    drafting_share: float = 1.0
+    """Share of a request's steps in which any token was drafted."""
+    source: str = ""
 
     def __post_init__(self) -> None:
         """Refuse counts that rise: the first n + 1 tokens cannot be accepted more often than n."""
@@ -61,75 +39,122 @@ class ChainAcceptance(Artifact, frozen=True):
 
 
 class StepSeconds(Artifact, frozen=True):
-    """The measured time of a decoding step."""
+    """The measured time of a decoding step: the median."""
 
-    batch: Annotated[Size, "requests that are decoded together"]
-    speculative_tokens: Annotated[Count, "tokens drafted a step and request; 0 without speculation"]
-    seconds: Annotated[Seconds, "seconds of a step; the median over rounds"]
-    error: Annotated[Number, "relative standard error of that, from the spread of rounds"] = 0.0
-    steps: Annotated[Count, "steps that were timed in all rounds"] = 0
+    batch: int
+    """Requests that are decoded together."""
+    speculative_tokens: int
+    """Tokens drafted a step and request."""
+    seconds: float
+    error: float = 0.0
+    """Relative standard error."""
+    steps: int = 0
+    """Steps that were timed."""
+
+
+class Drafting(Artifact, frozen=True, order=True):
+    """How an engine drafts chains; without any value it does not. vLLM has only the length."""
+
+    length: int = 0
+    """Most tokens that the draft drafts in a step."""
+    min_prob: float = 0.0
+    """The draft stops before a less probable token (p-min)."""
+    lookup_size: int = 0
+    """Tokens that llama.cpp's ngram-simple looks up in the text (size-n)."""
+    lookup_length: int = 0
+    """Most tokens that it drafts from there (size-m)."""
+    types: str = ""
+    """Types of llama.cpp that run as they are by default, before the draft if there is one."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a step drafts."""
+        return max(self.length, self.lookup_length)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the draft alone drafts."""
+        return self.length > 0 and not self.lookup_size and not self.types
+
+    def __str__(self) -> str:
+        chain = f"a chain of {self.length}" + f", p-min {self.min_prob:g}" * (self.min_prob > 0)
+        lookup = f"n-gram of {self.lookup_size}, up to {self.lookup_length}"
+        parts = (self.types, lookup * (self.lookup_size > 0), chain * (self.length > 0))
+        return ", else ".join(filter(None, parts)) or "none"
+
+
+NONE = Drafting()
 
 
 class MeasuredCell(Artifact, frozen=True):
-    """What an engine with that many speculative tokens achieved, on prompts not used before."""
+    """What an engine achieved on prompts not used before: the median over runs, and their ends."""
 
-    throughput: Annotated[
-        Number,
-        "generated tokens a second while `batch` requests are decoded; the median over runs",
-    ]
-    low: Annotated[Number, "throughput of the slowest run"]
-    high: Annotated[Number, "throughput of the fastest run"]
-    tokens_per_step: Annotated[Number, "generated tokens a step and request"]
-    seconds: Annotated[Seconds, "seconds of a step"]
-    runs: Annotated[Size, "number of runs"]
+    throughput: float
+    low: float
+    high: float
+    tokens_per_step: float
+    seconds: float
+    runs: int
 
 
 class Cell(Artifact, frozen=True):
-    """The prediction for one batch size and one number of speculative tokens."""
+    """The prediction for one batch size and one way of drafting."""
 
-    batch: Annotated[Size, "requests that are decoded together"]
-    speculative_tokens: Annotated[Count, "tokens drafted a step and request; 0 without speculation"]
-    tokens_per_step: Annotated[AtLeastOne, "expected tokens a step and request"]
-    seconds: Annotated[Seconds, "seconds of a step"]
-    throughput: Annotated[Number, "generated tokens a second of all requests together"]
-    low: Annotated[Number, "lower end of the throughput's 95 % interval"]
-    high: Annotated[Number, "upper end of the throughput's 95 % interval"]
-    speedup: Annotated[Number, "speed-up over no speculation at this batch size"]
-    is_timed: Annotated[
-        bool,
-        "true if the step was timed at this number of tokens; false if its time is "
-        "interpolated between two numbers that were",
-    ]
-    variant: Annotated[
-        str,
-        "a setting besides the number of tokens, as the engine's option and value, such as "
-        "`p-min 0.6`; empty if there is none",
-    ] = ""
-    measured: Annotated[MeasuredCell | None, "what `--verify` measured"] = None
+    batch: int
+    drafting: Drafting
+    tokens_per_step: float
+    """Of one request."""
+    seconds: float
+    """Of a step."""
+    throughput: float
+    """Generated tokens a second of all requests together."""
+    low: float
+    """Lower end of its 95 % interval."""
+    high: float
+    speedup: float
+    """Over no speculation at this batch size."""
+    measured: MeasuredCell | None = None
+
+    @property
+    def speculative_tokens(self) -> int:
+        """Most tokens that the draft drafts; 0 without one."""
+        return self.drafting.length
 
 
 class ScheduleEntry(Artifact, frozen=True):
-    """The best number of speculative tokens for a range of batch sizes."""
+    """The best number of speculative tokens from a batch size to another, or beyond the last."""
 
-    first: Annotated[Size, "smallest batch size of the range"]
-    last: Annotated[Size, "largest batch size of the range; the last entry holds beyond it, too"]
-    speculative_tokens: Annotated[Count, "the best number; 0 is no speculation"]
+    first: int
+    last: int
+    speculative_tokens: int
 
 
 class ContextPlan(Artifact, frozen=True):
     """What was measured, predicted and chosen at one length of the context."""
 
-    context: Annotated[
-        Count, "tokens of every prompt that is decoded; 0 if prompts are decoded as they are"
-    ]
-    acceptance: Annotated[ChainAcceptance, "how far drafted chains are accepted"]
-    steps: Annotated[tuple[StepSeconds, ...], SOME, "measured times of a step"]
-    cells: Annotated[tuple[Cell, ...], SOME, "predictions by batch size and number of tokens"]
-    schedule: Annotated[tuple[ScheduleEntry, ...], SOME, "the best number of tokens by batch size"]
-    lines: Annotated[tuple[str, ...], "options to start the engine with"] = ()
-    draft_pass_seconds: Annotated[
-        Number, "seconds of a pass of llama.cpp's draft; 0 if it was not timed"
-    ] = 0.0
+    context: int
+    """Tokens of every prompt; 0 if prompts are decoded as they are."""
+    acceptance: ChainAcceptance
+    steps: tuple[StepSeconds, ...]
+    cells: tuple[Cell, ...]
+    schedule: tuple[ScheduleEntry, ...]
+    lines: tuple[str, ...] = ()
+    """Options to start the engine with."""
+    break_even_seconds: float = 0.0
+    """Where no step without speculation was timed: speculation pays if one takes longer."""
+    target_seconds: dict[int, float] = {}
+    """Seconds of the target's pass over so many tokens."""
+    step: dict[str, float] = {}
+    """Where the seconds of a step of the best chain go."""
+    tokens_by_kind: dict[str, dict[str, float]] = {}
+    """Tokens a step by kind of prompt, of the best chain and of the best lookup."""
+    bounds: dict[str, float] = {}
+    """Tokens a second that no setting passes, by what would have to hold."""
+    changes: dict[str, float] = {}
+    """Tokens a second of the best chain after a single change."""
+    tree: dict[str, float] = {}
+    """The planned tree in an engine that takes trees: `size`, `depth`, `throughput`, and `bound`,
+    tokens a second that no tree passes."""
 
     @property
     def batches(self) -> list[int]:
@@ -139,37 +164,28 @@ class ContextPlan(Artifact, frozen=True):
     def cells_at(self, batch: int) -> list[Cell]:
         """The predictions for one batch size, by increasing number of speculative tokens."""
         cells = [cell for cell in self.cells if cell.batch == batch]
-        return sorted(cells, key=lambda cell: (cell.speculative_tokens, cell.variant))
+        return sorted(cells, key=lambda cell: cell.drafting)
 
     def best_cell(self, batch: int) -> Cell:
-        """The cell of a batch size with the highest predicted throughput.
+        """The cell of a batch size with the highest predicted throughput; of equal ones the first.
 
-        Of cells with equal throughput, it is the one with the fewest speculative tokens.
+        None comes first, and fewer speculative tokens before more.
         """
-        return max(
-            self.cells_at(batch), key=lambda cell: (cell.throughput, -cell.speculative_tokens)
-        )
+        return max(self.cells_at(batch), key=lambda cell: cell.throughput)
 
 
-class EnginePlan(YamlArtifact, frozen=True, kw_only=True):
-    """A plan for an engine that drafts chains."""
+class EnginePlan(Artifact, frozen=True, kw_only=True):
+    """A diagnosis of an engine that drafts chains, and the plan that follows."""
 
-    FORMAT = "sequoia-plan-engine"
-    MADE_BY = "sequoia-plan engine"
-
-    engine: Annotated[str, "`vllm`, `sglang` or `llamacpp`"]
-    engine_version: Annotated[str, "the engine's version; empty if it is unknown"] = ""
-    method: Annotated[str, "the engine's name for the type of draft"] = ""
-    target: Annotated[str, "the target, as it was named to the engine"] = ""
-    draft: Annotated[str, "the draft, as it was named to the engine"] = ""
-    settings: Annotated[
-        Metadata,
-        "how it was measured: temperature, prompts, tokens, the engine's options",
-    ] = {}
-    contexts: Annotated[
-        tuple[ContextPlan, ...],
-        SOME,
-        "the plan at each context, shortest first",
-    ]
-    seconds: Annotated[Number, "seconds that measuring took"] = 0.0
-    tool: Annotated[str, "name and version of the program that made the plan"] = ""
+    engine: str
+    engine_version: str = ""
+    method: str = ""
+    """The engine's name for the type of draft."""
+    target: str = ""
+    draft: str = ""
+    settings: dict[str, Any] = {}
+    """How it was measured."""
+    contexts: tuple[ContextPlan, ...]
+    seconds: float = 0.0
+    """Seconds that measuring took."""
+    tool: str = ""

@@ -7,28 +7,31 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.plan import tool_version
 from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.plan import (
+    NONE,
     Cell,
     ChainAcceptance,
     ContextPlan,
+    Drafting,
     EnginePlan,
     ScheduleEntry,
 )
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.prediction import StepModel, best_drafting, predict_cells
 from sequoia_plan.engines.timing import StepTimes, step_times
+from sequoia_plan.engines.vllm import VllmPool
 from sequoia_plan.engines.workload import (
-    NONE,
-    Drafting,
     EngineRun,
     RunKind,
     measured_cell,
 )
 
+TIMING_ROUNDS = 6
+FREE = "no setting passes, with this draft and its tokens free"
 VERIFY_REPEATS = 3
+"""Parts of the prompts, each of which is a run of its own."""
 
 
 Measurement = tuple[StepModel, StepTimes]
@@ -36,12 +39,12 @@ Measurement = tuple[StepModel, StepTimes]
 
 
 def measure(
-    pool: EnginePool,
+    pool: VllmPool,
     batches: Sequence[int],
     max_length: int,
     contexts: Sequence[int] = (0,),
     acceptance: ChainAcceptance | None = None,
-) -> tuple[list[Measurement], float]:
+) -> Sequence[Measurement]:
     """Measures acceptance, and the times of the steps that choosing the best drafting needs.
 
     Steps of a length that turns out to be the best at some batch size and context are timed, too,
@@ -56,19 +59,18 @@ def measure(
             context; None counts them here.
 
     Returns:
-        What was measured at each context, and the seconds that all of it took.
+        What was measured at each context.
     """
-    start_time = time.perf_counter()
     if acceptance is None:
         models = {context: pool.record(max_length, max(batches), context) for context in contexts}
     else:
         pool.ensure_running([NONE])  # it says whether several fit in memory
         models = dict.fromkeys(contexts, ChainModel(acceptance, max_length))
     rounds: dict[RunKind, list[EngineRun]] = {}
-    untimed = pool.timed_draftings(max_length)
+    untimed = [NONE, *map(Drafting, sorted({1, max_length}))]
     while untimed:
         kinds = [RunKind(*kind) for kind in product(untimed, batches, contexts)]
-        rounds |= pool.run_in_rounds(kinds, pool.time_round, pool.min_rounds, pool.max_rounds)
+        rounds |= pool.run_in_rounds(kinds, pool.time_round, TIMING_ROUNDS)
         measurements = [(model, step_times(rounds, context)) for context, model in models.items()]
         best_lengths = {
             best_drafting(model, times, batch).length
@@ -77,7 +79,7 @@ def measure(
         }
         timed_lengths = {kind.drafting.length for kind in rounds}
         untimed = [Drafting(length) for length in sorted(best_lengths - timed_lengths)]
-    return measurements, time.perf_counter() - start_time
+    return measurements
 
 
 def make_plan(
@@ -94,36 +96,26 @@ def make_plan(
     """
     contexts = []
     for model, times in measurements:
-        _check_batches(batches, times)
-        cells = chain.from_iterable(
-            _worth_showing(predict_cells(model, times, batch), default) for batch in batches
-        )
+        by_batch = (_worth_showing(predict_cells(model, times, b), default) for b in batches)
+        cells = tuple(chain.from_iterable(by_batch))
+        most_tokens = max(cell.tokens_per_step for cell in cells)
         part = ContextPlan(
             context=times.context,
             acceptance=model.acceptance,
             steps=times.steps,
-            cells=tuple(cells),
+            cells=cells,
             schedule=_make_schedule(model, times, max(batches)),
-            draft_pass_seconds=times.pass_seconds,
+            target_seconds=dict(times.target_seconds),
+            bounds={FREE: cells[0].throughput * most_tokens},
         )
         contexts.append(replace(part, lines=launch_options(part)))
     return EnginePlan(contexts=tuple(contexts), tool=tool_version(), **metadata)
 
 
 def plan_of(
-    pool: EnginePool,
-    measurements: Iterable[Measurement],
-    batches: Sequence[int],
-    seconds: float,
+    pool: EnginePool, measurements: Iterable[Measurement], batches: Sequence[int]
 ) -> EnginePlan:
     """The plan from what was measured with these engines."""
-    workload, metadata = pool.workload, pool.metadata()
-    settings = {
-        "temperature": workload.temperature,
-        "tokens": workload.tokens,
-        "prompts": workload.num_measuring,
-        **metadata.pop("settings"),
-    }
     return make_plan(
         measurements,
         batches,
@@ -131,21 +123,9 @@ def plan_of(
         pool.default_drafting,
         target=pool.target,
         draft=pool.draft or "",
-        settings=settings,
-        seconds=round(seconds, 1),
-        **metadata,
+        seconds=time.perf_counter() - pool.start_time,
+        **pool.metadata(),
     )
-
-
-def _check_batches(batches: Iterable[int], times: StepTimes) -> None:
-    """Raises if a batch size is not within those that were timed."""
-    smallest, largest = min(times.by_batch), max(times.by_batch)
-    for batch in batches:
-        if not smallest <= batch <= largest:
-            raise ArgumentError(
-                f"--batch {batch}: steps were timed with {smallest} to {largest} requests; "
-                "time such batches, or leave it out"
-            )
 
 
 def _make_schedule(model: StepModel, times: StepTimes, max_batch: int) -> tuple[ScheduleEntry, ...]:
@@ -160,46 +140,41 @@ def _make_schedule(model: StepModel, times: StepTimes, max_batch: int) -> tuple[
     return tuple(schedule)
 
 
+def best_by(cells: Iterable[Cell], key: Callable[[Drafting], Any]) -> list[Cell]:
+    """The cell of the highest throughput for each key; of equal ones the first."""
+    descending = sorted(cells, key=lambda cell: cell.drafting, reverse=True)
+    ascending = sorted(descending, key=lambda cell: cell.throughput)
+    return [*{key(cell.drafting): cell for cell in ascending}.values()]
+
+
+def best_of_each(cells: Iterable[Cell]) -> list[Cell]:
+    """The best of no speculation, chains of the draft, lookups, and one before the other."""
+    return best_by(cells, lambda each: (each.length > 0, each.lookup_size > 0, each.types))
+
+
 def _worth_showing(cells: Sequence[Cell], default: Drafting) -> list[Cell]:
-    """Of one batch size the cells without a variant, the best of each length, those to verify."""
-    by_throughput = sorted(reversed(cells), key=lambda cell: cell.throughput)
-    best_by_length = {cell.speculative_tokens: cell for cell in by_throughput}  # of equals, first
-    shown = {*best_by_length.values(), *cells_to_verify(cells, default)}
-    return [cell for cell in cells if not cell.variant or cell in shown]
-
-
-def cells_to_verify(cells: Sequence[Cell], default: Drafting) -> list[Cell]:
-    """Of one batch size no speculation, the best speculation, its neighbours and the default."""
-    speculative = {Drafting.of(cell): cell for cell in cells if cell.speculative_tokens}
-    best = max(speculative, key=lambda drafting: speculative[drafting].throughput)
-    wanted = {NONE, best, *neighbours(best, speculative), default}
-    return [cell for cell in cells if Drafting.of(cell) in wanted]
-
-
-def neighbours(best: Drafting, draftings: Iterable[Drafting]) -> list[Drafting]:
-    """The next lengths at the same setting, and the next settings at the same length."""
-    near = []
-    for fixed in (lambda drafting: drafting[1:], lambda drafting: drafting[0]):
-        row = sorted(drafting for drafting in draftings if fixed(drafting) == fixed(best))
-        index = row.index(best)
-        near += row[max(index - 1, 0) : index] + row[index + 1 : index + 2]
-    return near
+    """Of one batch size the best cell of each length, lookups alone and before it, the default."""
+    best = best_by(cells, lambda each: (each.length, each.lookup_size > 0, each.types))
+    return [cell for cell in cells if cell in best or cell.drafting == default]
 
 
 def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
-    """Measures the cells of `cells_to_verify` on other prompts."""
+    """Measures the best cell of each way of drafting, and the default, on other prompts."""
 
     def run(kind: RunKind, round_index: int) -> EngineRun:
         pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
-        return pool.run(kind, pool.workload.held_out)
+        prompts = pool.workload.held_out
+        return pool.run(kind, prompts[round_index::VERIFY_REPEATS] or prompts)
 
-    kinds = [
-        RunKind.of(cell, part.context)
+    wanted = {
+        RunKind.of(cell, part.context): cell
         for part in plan.contexts
         for batch in part.batches
-        for cell in cells_to_verify(part.cells_at(batch), pool.default_drafting)
-    ]
-    runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS, VERIFY_REPEATS)
+        for cells in [part.cells_at(batch)]
+        for cell in cells
+        if cell.drafting == pool.default_drafting or cell in best_of_each(cells)
+    }
+    runs = pool.run_in_rounds([*wanted], run, VERIFY_REPEATS)
 
     def with_measurement(cell: Cell, context: int) -> Cell:
         cell_runs = runs.get(RunKind.of(cell, context))

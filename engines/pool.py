@@ -1,27 +1,22 @@
 """The engines that run: one for each way of drafting, as many at a time as fit in memory."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sequoia_plan.artifacts.uncertainty import Z95, median_with_error
-from sequoia_plan.engines.plan import ContextPlan
-from sequoia_plan.engines.prediction import StepModel
-from sequoia_plan.engines.timing import seconds_per_step
-from sequoia_plan.engines.workload import NONE, Drafting, EngineRun, RunKind, Workload
+from sequoia_plan.engines.plan import NONE, ContextPlan, Drafting
+from sequoia_plan.engines.workload import EngineRun, RunKind, Workload
 
 MAX_CPU_ENGINES = 4
-MAX_ERROR = 0.05
 
 
 @dataclass(kw_only=True)
 class EnginePool(ABC):
     """Engines of one target and draft, all of which end with this context."""
 
-    min_rounds: ClassVar[int]
-    max_rounds: ClassVar[int]
     starts_each_round: ClassVar[bool]
     """Whether all engines run in each round; else a group of engines has all its rounds at once."""
 
@@ -35,6 +30,7 @@ class EnginePool(ABC):
     """Token ids of the workload's prompts, once an engine runs."""
     texts: list[list[int]] = field(default_factory=list)
     """The same without the chat template."""
+    start_time: float = field(default_factory=time.perf_counter)
     exit_stack: ExitStack = field(default_factory=ExitStack)
     running: dict[Any, Any] = field(default_factory=dict)
     """The engines that run, by their way of drafting and whatever else differs."""
@@ -57,18 +53,6 @@ class EnginePool(ABC):
     @abstractmethod
     def encode(self, engine: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the workload's prompts in the chat template, and without it."""
-
-    @abstractmethod
-    def record(self, max_length: int, batch: int, context: int) -> StepModel:
-        """Measures how far chains are accepted on the prompts to measure on."""
-
-    @abstractmethod
-    def timed_draftings(self, max_length: int) -> list[Drafting]:
-        """The ways of drafting whose steps are timed first, `NONE` and others."""
-
-    @abstractmethod
-    def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
-        """Decodes a few prompts to measure on. Every round begins with others."""
 
     @abstractmethod
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
@@ -116,13 +100,11 @@ class EnginePool(ABC):
         self,
         kinds: Sequence[RunKind],
         run: Callable[[RunKind, int], EngineRun],
-        min_rounds: int,
-        max_rounds: int,
+        rounds: int,
     ) -> dict[RunKind, list[EngineRun]]:
         """Runs every kind once a round, so that a drift of the machine's speed affects all.
 
-        Every second round goes through them in the opposite order. Rounds go on until the half
-        width of every step's 95 % interval is below `MAX_ERROR`.
+        Every second round goes through them in the opposite order.
         """
         runs: dict[RunKind, list[EngineRun]] = {kind: [] for kind in kinds}
         portions = [list(kinds)]
@@ -130,15 +112,11 @@ class EnginePool(ABC):
             groups = self.groups(kind.drafting for kind in kinds)
             portions = [[kind for kind in kinds if kind.drafting in group] for group in groups]
         for portion in portions:
-            for round_index in range(max_rounds):
+            for round_index in range(rounds):
                 ordered = portion[:: -1 if round_index % 2 else 1]
                 for group in self.groups(kind.drafting for kind in ordered):
                     self.ensure_running(group)
                     for kind in ordered:
                         if kind.drafting in group:
                             runs[kind].append(run(kind, round_index))
-                if min_rounds <= round_index + 1 < max_rounds:
-                    seconds = [seconds_per_step(runs[kind]) for kind in portion]
-                    if Z95 * max(median_with_error(each)[1] for each in seconds) <= MAX_ERROR:
-                        break
         return runs

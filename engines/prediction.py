@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from sequoia_plan.artifacts.uncertainty import Z95, jackknife_error
-from sequoia_plan.engines.plan import Cell, ChainAcceptance
+from sequoia_plan.engines.plan import NONE, Cell, ChainAcceptance, Drafting
 from sequoia_plan.engines.timing import StepTimes
-from sequoia_plan.engines.workload import NONE, Drafting, round_digits
 
 
 class Expectation(NamedTuple):
@@ -62,15 +61,13 @@ def predict_cells(model: StepModel, times: StepTimes, batch: int) -> list[Cell]:
         speed, factor = expected.speed, math.exp(Z95 * expected.error)
         cell = Cell(
             batch=batch,
-            speculative_tokens=drafting.length,
-            tokens_per_step=round_digits(expected.tokens),
-            seconds=round_digits(expected.seconds),
-            throughput=round_digits(batch * speed),
-            low=round_digits(batch * speed / factor),
-            high=round_digits(batch * speed * factor),
-            speedup=round_digits(speed / plain.speed),
-            is_timed=times.is_timed(batch, drafting.length),
-            variant=drafting.variant,
+            drafting=drafting,
+            tokens_per_step=expected.tokens,
+            seconds=expected.seconds,
+            throughput=batch * speed,
+            low=batch * speed / factor,
+            high=batch * speed * factor,
+            speedup=speed / plain.speed,
         )
         cells.append(cell)
     return cells

@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines import counters
 from sequoia_plan.engines.chain import ChainModel, effective_trials
 from sequoia_plan.engines.engine_process import EngineProcess
-from sequoia_plan.engines.plan import ContextPlan, ScheduleEntry
+from sequoia_plan.engines.plan import ContextPlan, Drafting, ScheduleEntry
 from sequoia_plan.engines.pool import EnginePool
-from sequoia_plan.engines.workload import Drafting, EngineRun, RunKind, text_before
+from sequoia_plan.engines.workload import EngineRun, RunKind, text_before
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 IDLE_SECONDS = 1.5
@@ -28,7 +29,7 @@ vLLM's processes poll for work for one second after their last (shm_broadcast.py
 takes a processor from the engine that decodes in that second.
 """
 STEPS_PER_ROUND = 12
-WARM_UP_STEPS = 2
+STEPS_PER_PORTION = 4
 MIN_RUN_PROMPTS = 16
 """Prompts that verify at small batch sizes."""
 
@@ -37,7 +38,6 @@ MIN_RUN_PROMPTS = 16
 class VllmPool(EnginePool):
     """vLLM with different numbers of speculative tokens."""
 
-    min_rounds, max_rounds = 4, 8
     starts_each_round = False
 
     python: str
@@ -119,7 +119,7 @@ class VllmPool(EnginePool):
                 f"batch {kind.batch}: no step had {kind.batch} requests in it; "
                 "give more prompts, or in --engine-args a larger max_num_seqs or KV cache"
             )
-        return EngineRun(sum(seconds), len(seconds), sum(tokens))
+        return EngineRun(typical_seconds(seconds) * len(seconds), len(seconds), sum(tokens))
 
     def record(self, max_length: int, batch: int, context: int) -> ChainModel:
         """Counts how far chains of the maximum length are accepted."""
@@ -131,30 +131,20 @@ class VllmPool(EnginePool):
         )
         run = self.decode(RunKind(Drafting(max_length), batch, context), prompts, drain=True)
         source = f"vLLM {self.info['version']}, {self.source(context)}"
-        acceptance = counters.chain_acceptance(run["counters"], source)
         tokens_by_prompt = run["tokens_by_prompt"]
-        num_steps = sum(map(len, tokens_by_prompt))
-        acceptance = replace(
-            acceptance,
-            trials=round(effective_trials(acceptance, tokens_by_prompt), 1),
-            drafting_share=round(min(1.0, acceptance.drafts / max(num_steps, 1)), 4),
-        )
+        counted = run["counters"] | {counters.NUM_STEPS: sum(map(len, tokens_by_prompt))}
+        acceptance = counters.chain_acceptance(counted, source)
+        trials = round(effective_trials(acceptance, tokens_by_prompt), 1)
+        acceptance = replace(acceptance, trials=trials)
         return ChainModel(acceptance, max_length)
 
-    def timed_draftings(self, max_length: int) -> list[Drafting]:
-        """No speculation, and the shortest and the longest chains."""
-        return [Drafting(length) for length in sorted({0, 1, max_length})]
-
     def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
-        """Times a few full steps. The first passes of every kind take longer and do not count."""
+        """Times a few full steps."""
         self.report_status(
             f"timing steps with {kind.drafting.length} speculative tokens, round {round_index + 1}"
         )
-        num_prompts = len(self.workload.prompts)
         first = round_index * kind.batch
-        prompts = [(first + i) % num_prompts for i in range(2 * kind.batch)]
-        if not round_index:
-            self.run(kind, prompts, WARM_UP_STEPS)
+        prompts = [(first + i) % self.workload.num_measuring for i in range(2 * kind.batch)]
         return self.run(kind, prompts, STEPS_PER_ROUND)
 
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
@@ -169,6 +159,17 @@ class VllmPool(EnginePool):
             "method": self.speculative["method"],
             "settings": {"engine": dict(self.options), "speculative": dict(self.speculative)},
         }
+
+
+def typical_seconds(step_seconds: Sequence[float]) -> float:
+    """Seconds of a step, from the successive steps of a run: the median over portions of it.
+
+    Another program makes a few steps in a row take several times as long. Means of long runs nearly
+    always hold some, and the median over short rounds holds none: what was timed would then not be
+    what is verified. A portion holds several steps, since chains may be drafted in some only.
+    """
+    portions = np.array_split(step_seconds, max(len(step_seconds) // STEPS_PER_PORTION, 1))
+    return float(np.median([portion.mean() for portion in portions]))
 
 
 def speculative_config(method: str, draft: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,15 +124,8 @@ def compare(
         method_tree, verifier = trees[name]
         prediction = prediction_for(method_tree, verifier, plan, sampling.settings())
         is_predicted = bool(prediction.speedup) and method_tree == tree
-        if is_predicted and tree.size > 1:
-            prediction = structs.replace(
-                prediction,
-                interval=plan.interval and plan.interval.predicted_speedup,
-                interval_new_kind=plan.interval_new_kind
-                and plan.interval_new_kind.predicted_speedup,
-            )
         figures[name] = structs.replace(figures[name], prediction=prediction)
-        if is_predicted and plan.speedup_by_kind:
+        if is_predicted and plan.text_speedups:
             kinds_decoded = list(kinds or [None] * len(prompts))[: len(runs[name])]
             figures[name] = predicted_by_kind(
                 figures[name], plan, kinds_decoded, runs[name], runs.get("plain")

@@ -1,6 +1,7 @@
 """What bench reports of its runs: speeds, speed-ups with intervals, and predictions by kind."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from sequoia_plan.artifacts.bench_result import (
     Ratio,
     Spread,
 )
+from sequoia_plan.artifacts.counts import ALL_KINDS
+from sequoia_plan.artifacts.plan import Interval
+from sequoia_plan.artifacts.promise import RESAMPLES, promise
 from sequoia_plan.profiler.decoding_methods import PromptRun
 
 TITLES = {
@@ -30,10 +34,10 @@ TITLES = {
     "traversal": "our tree, traversal",
 }
 """The title of every method; `sequoia_plan.planner.solving.baselines` has the trees."""
+NEW_KINDS = "new kinds"
+"""The kind of prompts that the plan has no figures for."""
 BASELINES = ("plain", "generate", "assisted", "sequoia", "traversal")
 """Methods over which speed-ups are reported."""
-RESAMPLES = 2_000
-"""Bootstrap resamples of the prompts."""
 
 
 def summary(
@@ -65,51 +69,37 @@ def predicted_by_kind(
     runs: Sequence[PromptRun],
     plain_runs: Sequence[PromptRun] | None,
 ) -> MethodResult:
-    """A method's result with what the plan predicts for exactly these prompts, and kind by kind."""
+    """A method's result with what the plan promises for exactly these prompts, and kind by kind."""
     # what is predicted for all profiled prompts together
-    mixture, names = result.prediction or Prediction(), [kind or "" for kind in kinds]
+    mixture, speedups = result.prediction or Prediction(), dict(plan.text_speedups)
+    default = ALL_KINDS if ALL_KINDS in speedups else NEW_KINDS
+    names = [kind if kind in speedups else default for kind in map(str, kinds)]
+    speedups.setdefault(NEW_KINDS, tuple(chain.from_iterable(speedups.values())))
+    new_kind = plan.interval_new_kind or Interval()
+    tokens, step_tokens = mixture.tokens_per_step, plan.tokens_by_kind
 
-    def median_speedup(names: Sequence[str]) -> float:
-        """The median over the profiled texts of these kinds, each of which has the same weight.
-
-        It is the mean of the two medians if there are two.
-        """
-        groups = [
-            plan.text_speedups.get(name) or [plan.speedup_by_kind.get(name, mixture.speedup or 0.0)]
-            for name in names
-        ]
-        values = np.concatenate([np.asarray(group, float) for group in groups])
-        weights = np.concatenate([np.full(len(group), 1 / len(group)) for group in groups])
-        low = np.quantile(values, 0.5, method="inverted_cdf", weights=weights)
-        high = -np.quantile(-values, 0.5, method="inverted_cdf", weights=weights)
-        return float(low + high) / 2
+    def predicted(names: Sequence[str], tokens: float | None) -> Prediction:
+        """What is promised for prompts of these kinds."""
+        median, interval = promise(speedups, names)
+        if NEW_KINDS in names:
+            return Prediction(tokens, median, None, new_kind.predicted_speedup)
+        return Prediction(tokens, median, interval)
 
     by_kind = {}
-    for name in dict.fromkeys(names):
-        if name in plan.speedup_by_kind:
-            chosen = [i for i, other in enumerate(names) if other == name]
-            kind_runs = [runs[i] for i in chosen]
-            by_kind[name] = KindResult(
-                len(chosen),
-                _tokens_per_step(kind_runs),
-                _speedup(kind_runs, [plain_runs[i] for i in chosen]) if plain_runs else None,
-                Prediction(plan.tokens_by_kind.get(name), median_speedup([name])),
-            )
-    if not by_kind:
-        prediction = structs.replace(mixture, prompts_as_mixture=len(kinds))
-        return structs.replace(result, prediction=prediction)
-    tokens = mixture.tokens_per_step
-    if tokens and plan.tokens_by_kind:
-        step_tokens = [plan.tokens_by_kind.get(name, tokens) for name in names]
+    for name in dict.fromkeys(names) if set(names) != {default} else ():
+        chosen = [i for i, other in enumerate(names) if other == name]
+        kind_runs = [runs[i] for i in chosen]
+        by_kind[name] = KindResult(
+            len(chosen),
+            _tokens_per_step(kind_runs),
+            _speedup(kind_runs, [plain_runs[i] for i in chosen]) if plain_runs else None,
+            predicted([name] * len(chosen), step_tokens.get(name)),
+        )
+    if tokens and step_tokens:
         new_tokens = np.array([run.tokens for run in runs])
-        tokens = float(new_tokens.sum() / (new_tokens / step_tokens).sum())
-    # without the mixture's intervals, which do not hold for these prompts
-    prediction = Prediction(
-        tokens,
-        median_speedup(names),
-        prompts_as_mixture=sum(name not in by_kind for name in names),
-    )
-    return structs.replace(result, prediction=prediction, by_kind=by_kind)
+        steps = new_tokens / [step_tokens.get(name, tokens) for name in names]
+        tokens = float(new_tokens.sum() / steps.sum())
+    return structs.replace(result, prediction=predicted(names, tokens), by_kind=by_kind)
 
 
 def _tokens_per_step(runs: Sequence[PromptRun]) -> float:

@@ -26,6 +26,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 MAX_CHAIN = 64
 """The most nodes that are timed where a node has at most one child."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
+PLAIN_STEPS = 3
+"""Steps of plain decoding one after the other, of which the last is timed."""
 MAX_INTERVAL = 4
 """Even the largest sizes take part in one round of so many."""
 
@@ -69,6 +71,8 @@ class LatencyMeter:
             # graph would be captured anew
             numbers_per_node = sampling.drawing.columns(drafter.vocabulary, 1)
             self.step.sequence.reserve_rows("bits", self.sizes[-1] * numbers_per_node)
+        if self.step.target.stream:
+            self.step.target.stream.keep_most_chosen()
         plain_seconds, times_draft = 0.0, True
         for size in self.sizes:
             try:
@@ -95,9 +99,13 @@ class LatencyMeter:
             times_draft &= drafter.drafting.drafts_by_level and draft_seconds <= max_seconds
         max_depth = drafter.drafting.max_depth
         max_children = self.step.models.max_children
-        for tree in trees_to_time(self.timers[-1].size, max_children, max_depth):
-            step = self.step.with_tree(tree)
-            self.verification_timers.append(VerificationTimer(step, sampling, self.prompt))
+        trees = trees_to_time(self.timers[-1].size, max_children, max_depth)
+        self.verification_timers = [
+            VerificationTimer(self.step.with_tree(tree), sampling, self.prompt, looks_up)
+            for tree in trees
+            for looks_up in ([False, True] if tree == trees[:2][-1] else [False])
+        ]
+        self.plain = self.step.with_tree(TokenTree.chain(1))
         self._time([])  # warms up
 
     @torch.inference_mode()
@@ -119,21 +127,26 @@ class LatencyMeter:
             self.round()
         medians: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
         quartiles: dict[str, dict[int, tuple[float, float]]] = {"target": {}, "draft": {}}
-        for (part, size), (low, median, high) in self._quartiles("target", "draft").items():
+        of_passes = self._quartiles("target", "draft", "plain")
+        plain = of_passes.pop(("plain", 1), None)
+        for (part, size), (low, median, high) in of_passes.items():
             medians[part][size] = _rounded(median)
             quartiles[part][size] = _rounded(low), _rounded(high)
         overheads = [max(0.0, seconds) for _, seconds, _ in self._quartiles("overhead").values()]
-        verification = {
-            tree: median for (_, tree), (_, median, _) in self._quartiles("verification").items()
-        }
+        verification, with_lookup = (
+            {tree: median for (_, tree), (_, median, _) in self._quartiles(part).items()}
+            for part in ("verification", "lookup")
+        )
         stream, stream_cost = self.step.target.stream, None
         if stream:
             pass_seconds = statistics.median(sample["stream", 1] for sample in self.samples)
-            stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes)
+            counts = tuple(stream.expert_counts)
+            stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes, counts)
         return Latency(
             target=medians["target"],
             draft=medians["draft"],
-            overhead=round(statistics.median(overheads), 6),
+            overhead=round(statistics.median(overheads or [0.0]), 6),
+            plain=plain and _rounded(plain[1]),
             context=self.prompt.numel(),
             samples={
                 timer.size: sum(("target", timer.size) in sample for sample in self.samples)
@@ -142,7 +155,7 @@ class LatencyMeter:
             quartiles=quartiles,
             out_of_memory=self.out_of_memory_size,
             stream=stream_cost,
-            verification=fit([tree.size for tree in verification], list(verification.values())),
+            verification=fit(verification, with_lookup),
         )
 
     def _time(self, timers: Iterable[SizeTimer]) -> dict[Any, float]:
@@ -154,10 +167,25 @@ class LatencyMeter:
         for timer in timers:
             seconds |= timer.run()
         for tree_timer in self.verification_timers:
-            # as in a step: a model's weights have just replaced what the processor's cache held
+            # as in a step: the models' weights have just replaced what the processor's cache held
             self.timers[0].draft_pass()
-            seconds["verification", tree_timer.step.tree] = tree_timer.run()
+            self.plain.run_target(self.timers[0].extent)
+            part = "lookup" if tree_timer.step.lookup else "verification"
+            seconds[part, tree_timer.step.tree] = tree_timer.run()
         seconds["stream", 1] = self._stream_seconds()
+        if self.step.device.type == "cpu":
+            seconds["plain", 1] = self._plain_seconds()
+        return seconds
+
+    def _plain_seconds(self) -> float:
+        """Seconds of a step of plain decoding, after another one."""
+        sequence = self.step.sequence
+        length, seconds = int(sequence.length), 0.0
+        for _ in range(PLAIN_STEPS):
+            started = time.perf_counter()
+            self.plain.launch(length, self.sampling)(length)
+            seconds = time.perf_counter() - started
+            sequence.length.fill_(length)
         return seconds
 
     def _stream_seconds(self) -> float:
@@ -175,6 +203,8 @@ class LatencyMeter:
     def _quartiles(self, *parts: Any) -> dict[Any, tuple[float, float, float]]:
         """First quartile, median and third quartile of these parts, by the keys of `_time`."""
         keys = dict.fromkeys(key for sample in self.samples for key in sample if key[0] in parts)
+        if not keys:
+            return {}
         samples = np.array([[sample.get(key, np.nan) for sample in self.samples] for key in keys])
         return dict(zip(keys, drift_free_quartiles(samples).T.tolist(), strict=True))
 

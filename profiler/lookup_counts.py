@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from sequoia_plan.artifacts import Counts
-from sequoia_plan.artifacts.counts import MAX_KINDS, Floats, Ints
+from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.artifacts.lookup import (
     MATCH_LENGTHS,
     MAX_MATCH,
@@ -123,7 +123,7 @@ def _rows(classes: Ints, levels: Ints, node_class: int) -> Ints:
 
 
 def lookup_counts(
-    tallies: Sequence[dict[str, Any] | None], kinds: Sequence[str | None]
+    tallies: Sequence[dict[str, Any] | None], kinds: Sequence[str]
 ) -> LookupCounts | None:
     """Combine the tallies of all prompts into what a profile holds; None if none were made."""
     if not tallies or not all(tallies):
@@ -132,10 +132,8 @@ def lookup_counts(
         np.sum([tally[name] for tally in tallies if tally], axis=0)
         for name in ("drafted", "looked_up")
     )
-    are_kinds_named = all(kinds) and len(set(kinds)) <= MAX_KINDS
     texts: dict[str, list[str]] = {}
-    for number, tally in enumerate(tallies):
-        kind = str(kinds[number % len(kinds)]) if are_kinds_named else "all"
+    for kind, tally in zip(kinds, tallies, strict=False):
         texts.setdefault(kind, []).append(tally["text"] if tally else "")
     classes = zip(MATCH_LENGTHS, _counts(drafted), _counts(looked_up), strict=True)
     return LookupCounts(tuple(MatchClass(*values) for values in classes), limited_texts(texts))

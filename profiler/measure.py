@@ -14,7 +14,12 @@ from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.profiler.latency import SIZES, LatencyMeter
 from sequoia_plan.profiler.lookup_counts import lookup_counts
-from sequoia_plan.profiler.observed import MIN_PROMPTS, ObservedAcceptance, collect
+from sequoia_plan.profiler.observed import (
+    MIN_PROMPTS,
+    ObservedAcceptance,
+    collect,
+    named_kinds,
+)
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.profiler.timing import CONTEXT
 from sequoia_plan.runtime import Pair, Sampling
@@ -42,6 +47,7 @@ def measure_acceptance(
     tree: TokenTree | None = None,
     journal: Path | None = None,
     on_prompt: OnPrompt = lambda num_prompts, max_prompts, observed: None,
+    min_prompts: int = 0,
 ) -> ObservedAcceptance:
     """Measure on one prompt after the other, until acceptance is known to within `precision`."""
     work = [
@@ -60,7 +66,7 @@ def measure_acceptance(
         tallies.append(results.result(str(number), measure))
         observed = collect(tallies, measure_prompt.tree)
         on_prompt(len(tallies), len(prompts), observed)
-        if observed.precision() <= precision:
+        if observed.precision() <= precision and len(tallies) >= min_prompts:
             break
     if not observed.trials.any():
         raise SequoiaPlanError(
@@ -96,7 +102,7 @@ def measure(
         contexts: numbers of tokens in the KV cache while passes are timed. Acceptance is counted
             on the prompts as they are.
         precision: acceptance is measured until half of the 95 % interval of the expected tokens a
-            step is at most this share of them.
+            step is at most this share of them, and on `MIN_PROMPTS` of each kind, if there are.
         tokens_per_prompt: new tokens that the target writes after each prompt, at most.
         max_size: the most nodes for which passes are timed.
         tree: writes the text that acceptance is counted on; None for a small tree of ten nodes.
@@ -112,6 +118,7 @@ def measure(
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
+    kinds = named_kinds([prompt.kind for prompt in prompts])
     prompt_ids = [encode(pair.tokenizer, prompt.text) for prompt in prompts]
     meters = [
         LatencyMeter(pair, sampling, context, on_size, max_size, prompt_ids) for context in contexts
@@ -141,20 +148,19 @@ def measure(
         tree=tree,
         journal=journal,
         on_prompt=time_between_prompts,
+        min_prompts=1 + max(i for i, k in enumerate(kinds) if kinds[:i].count(k) < MIN_PROMPTS),
     )
-    kinds = [prompt.kind for prompt in prompts]
     drafter = meters[0].step.drafter
     assert drafter is not None
     return [
         Profile(
             acceptance=Acceptance.counted(observed.totals()),
-            effective_trials=observed.effective_trials(),
             latency=meter.finish(latency_seconds),
             settings=sampling.settings(),
             models=pair.metadata,
             hardware=fingerprint(pair.target.device),
             tree_size=tree.size if tree else None,
-            kinds=observed.by_kind(kinds),
+            prompts=observed.by_prompt(kinds),
             lookup=lookup_counts(observed.lookup, kinds),
             drafting=drafter.drafting,
         )

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from sequoia_plan.artifacts import Counts, TokenTree
-from sequoia_plan.artifacts.counts import MAX_KINDS, Floats, Ints
-from sequoia_plan.artifacts.uncertainty import Z95, gradient, jackknife
+from sequoia_plan.artifacts.counts import ALL_KINDS, MAX_KINDS, ClassCounts, Floats, Ints
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
+from sequoia_plan.artifacts.uncertainty import Z95, jackknife_error
 
 LEVELS = 4
 """Levels that are counted separately with `TREE`, the last one together with all below it."""
@@ -45,13 +46,13 @@ class ObservedAcceptance:
         total, off_spine = counts.sum(1).round(4), _clipped_off_spine(trials, counts).round(4)
         return Counts(trials, np.stack([total - off_spine, off_spine], 1))
 
-    def by_kind(self, kinds: Sequence[str | None]) -> dict[str, Counts]:
-        """Counts over the prompts of each kind; empty if a prompt has none, or there are many."""
-        kind_of_row = np.array([kinds[i % len(kinds)] or "" for i in range(len(self.trials))])
-        distinct_kinds = list(dict.fromkeys(kind_of_row.tolist()))
-        if "" in distinct_kinds or len(distinct_kinds) > MAX_KINDS:
-            return {}
-        return {kind: self.totals(kind_of_row == kind) for kind in distinct_kinds}
+    def by_prompt(self, kinds: Sequence[str]) -> dict[str, tuple[ClassCounts, ...]]:
+        """Counts of each prompt, all levels together, by kind."""
+        prompts: dict[str, tuple[ClassCounts, ...]] = {}
+        trials, counts = self.trials.sum((1, 2)).tolist(), self.counts.sum((1, 2)).round(4)
+        for kind, *values in zip(kinds, trials, counts.tolist(), strict=False):
+            prompts[kind] = (*prompts.get(kind, ()), ClassCounts(values[0], tuple(values[1])))
+        return prompts
 
     def precision(self) -> float:
         """Half of the 95 % interval of the expected tokens of `tree`, as a share of them.
@@ -60,35 +61,13 @@ class ObservedAcceptance:
         error comes from a jackknife over prompts, because texts differ more than positions within
         one text. The result is inf for fewer than `MIN_PROMPTS` prompts.
         """
-        error, expected_tokens = self._error()
-        return Z95 * error / expected_tokens
-
-    def effective_trials(self) -> int:
-        """The effective sample size: how many independent trials would give the same interval.
-
-        It is smaller than the number of trials, because positions of one text resemble each other.
-        """
-        num_trials = self.trials.sum()
-        p = self.counts.sum((0, 1, 2)) / num_trials  # by rank, over all levels
-        slope = gradient(self.tree, p[None, None])[0, 0]  # of the expected tokens, by rank
-        error, _ = self._error()
-        if not np.isfinite(error):
-            return int(num_trials)
-        # a trial accepts the child of at most one rank: the variance of slope[rank] in one draw
-        variance_of_one_trial = p @ slope**2 - (p @ slope) ** 2
-        independent_trials = np.ceil(variance_of_one_trial / max(error, 1e-9) ** 2)
-        return int(min(num_trials, independent_trials))
-
-    def _error(self) -> tuple[float, float]:
-        """The standard error of the expected tokens of `tree`, and the expected tokens.
-
-        The error is inf for fewer than `MIN_PROMPTS` prompts.
-        """
         if len(self.trials) < MIN_PROMPTS:
-            return float("inf"), 1.0
-        # all levels and node classes together
+            return float("inf")
+        # all levels and node classes together, without one prompt after the other
         trials, counts = self.trials.sum((1, 2)), self.counts.sum((1, 2))
-        return jackknife(self.tree, trials[:, None, None].astype(float), counts[:, None, None])
+        rates = (counts.sum(0) - counts) / np.maximum(trials.sum() - trials, 1)[:, None]
+        tokens = np.array([expected_tokens(self.tree, p[None, None]) for p in rates])
+        return Z95 * jackknife_error(tokens) / float(tokens.mean())
 
 
 def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
@@ -102,6 +81,12 @@ def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
     spine *= np.minimum(1, trials[:, 0] / np.maximum(spine.sum(-1), 1e-300))[:, None]
     clipped: Floats = total - spine
     return clipped
+
+
+def named_kinds(kinds: Sequence[str | None]) -> list[str]:
+    """The kinds of prompts; `all` for each if one has none, or there are more than a file names."""
+    are_named = all(kinds) and len(set(kinds)) <= MAX_KINDS
+    return [str(kind) if are_named else ALL_KINDS for kind in kinds]
 
 
 def num_counted_levels(tree: TokenTree) -> int:

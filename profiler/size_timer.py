@@ -56,10 +56,7 @@ class SizeTimer:
 
     def run(self) -> dict[tuple[str, int], float]:
         """Time each part once; returns its seconds, by its name and number of nodes."""
-        device = self.step.device
-        if stream := self.step.target.stream:
-            # as in a step, where the target's weights are loaded ahead while the draft runs
-            stream.wait_until_full()
+        device, stream = self.step.device, self.step.target.stream
         # other sizes have drawn into the same slots since
         slots = self.length + self.step.tensors.nodes
         self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
@@ -69,12 +66,18 @@ class SizeTimer:
             self.step.run_target(self.extent)
             self.step.sequence.target.roll_back(self.half)
 
-        seconds = {("target", self.size): timed(device, run_target)[1]}
-        if self.times_draft:
-            width = self.draft_input.input_slots.numel()
-            seconds["draft", width] = timed(device, self.draft_pass)[1]
-        if self.size <= MAX_OVERHEAD_SIZE:
-            seconds["overhead", self.size] = self._time_overhead()
+        seconds = {}
+        for _ in range(1 if stream else 2):  # the last time after a step
+            if stream:
+                # as in a step, where the target's weights are loaded ahead while the draft runs
+                stream.wait_until_full()
+            if self.times_draft:
+                width = self.draft_input.input_slots.numel()
+                seconds["draft", width] = timed(device, self.draft_pass)[1]
+            seconds["target", self.size] = timed(device, run_target)[1]
+        if device.type != "cpu" and self.size <= MAX_OVERHEAD_SIZE:
+            parts = time_parts(self.step, self.extent, self.sampling)
+            seconds["overhead", self.size] = parts["host"]
         return seconds
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:
@@ -101,21 +104,3 @@ class SizeTimer:
             )
 
         return self.step.replay("draft pass", forward_and_draw, sampling)
-
-    def _time_overhead(self) -> float:
-        """Seconds of a step beyond drafting, the target's pass and verification.
-
-        On CUDA, this is the difference of a whole step and these parts. On the CPU the difference
-        would be all noise, so what a step does besides (setting up the attention mask, reading the
-        result) is timed by itself.
-        """
-        step = self.step
-
-        def run_host_part() -> None:
-            """What a step on the CPU does besides its parts."""
-            step.tensors.columns(step.sequence.length, self.extent)
-            step.sequence.length.tolist()
-
-        if step.device.type == "cpu":
-            return timed(step.device, run_host_part)[1]
-        return time_parts(step, self.extent, self.sampling)["host"]

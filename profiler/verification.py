@@ -1,7 +1,6 @@
-"""The time of verification: a base and a slope by nodes, from the times of a few trees."""
+"""The time of a step besides its passes: a base and a slope by nodes, from a few trees."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -11,8 +10,9 @@ from sequoia_plan.artifacts import TokenTree, VerificationCost
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
+from sequoia_plan.runtime.draft.drafter import DraftedTree
 
-CHAIN_SIZES, WIDE_SIZES = (1, 8), (8, 64, 512)
+CHAIN_SIZES, WIDE_SIZES = (1, 2, 8), (8, 64, 512)
 """Nodes of the trees that are timed."""
 
 
@@ -39,49 +39,84 @@ def trees_to_time(
     return [t for t in chains + wide if t.size <= max_nodes and t.branching <= max_children]
 
 
-class VerificationTimer:
-    """Verifies one drafted tree again and again."""
+class StepWithoutPasses(CapturedStep):
+    """A step in which neither model runs: their outputs are those of a pass before it."""
 
-    def __init__(self, step: CapturedStep, sampling: Sampling, prompt: Tensor) -> None:
+    drafted: DraftedTree
+    logits_of_target: Tensor
+    logits_of_draft: Tensor | None = None
+
+    def draft(self, extent: int, sampling: Sampling) -> DraftedTree:
+        """What was drafted; where one pass serves all levels, drawing is not part of it."""
+        if self.logits_of_draft is not None:
+            bits = self.random_bits(sampling)
+            sampling.draw_children(self.logits_of_draft, self.tree.branching, bits)
+        return self.drafted
+
+    def forward_target(self, extent: int) -> Tensor:
+        """The logits of the target's pass."""
+        return self.logits_of_target
+
+
+class VerificationTimer:
+    """Times all of a step but the models' passes, again and again; with `looks_up` a lookup, too.
+
+    On CUDA, where the host works beside the device, that is verifying and committing.
+    """
+
+    def __init__(
+        self, step: CapturedStep, sampling: Sampling, prompt: Tensor, looks_up: bool = False
+    ) -> None:
+        by_match = {1: TokenTree(TokenTree.chain(8).parents, looks_up=True)} if looks_up else {}
+        portfolio = TokenTree(step.tree.parents, by_match=by_match)
+        self.step = step = StepWithoutPasses(step.models, step.tree, portfolio)
         step.prefill(prompt, step.tree.depth, seed=0)
-        self.step, self.sampling, self.length = step, sampling, step.sequence.length.clone()
+        self.sampling, self.length = sampling, step.sequence.length.clone()
         extent = step.extent(prompt.numel() - 1)
         step.refill_random_numbers(sampling)
-        self.drafted = step.draft(extent, sampling)
-        self.logits = step.forward_target(extent)
-        # where one draft pass serves all levels, drawing counts as verification
-        self.draft_logits: Tensor | None = None
+        step.drafted = CapturedStep.draft(step, extent, sampling)
+        step.logits_of_target = CapturedStep.forward_target(step, extent)
         if step.drafter and step.passes and not step.drafter.drafting.drafts_by_level:
             columns = step.tensors.columns(self.length, extent)
             output = step.drafter.forward(step.passes[0], step.sequence, columns)
-            self.draft_logits = output.logits
+            step.logits_of_draft = output.logits
 
     def run(self) -> float:
-        """Seconds to verify the tree, and to commit a path, which is undone."""
-        seconds = timed(self.step.device, self._verify)[1]
-        self.step.sequence.length.copy_(self.length)
+        """Seconds of a step, whose tokens are taken back."""
+        step = self.step
+        step.sequence.num_unread = 0
+        if step.device.type == "cpu":
+            length = int(self.length)
+            seconds = timed(step.device, lambda: step.launch(length, self.sampling)(length))[1]
+        else:
+            seconds = timed(step.device, self._verify)[1]
+        step.sequence.length.copy_(self.length)
         return seconds
 
     def _verify(self) -> None:
         """Draw the children if drawing counts, verify and commit."""
-        if self.draft_logits is not None:
-            self.step.refill_random_numbers(self.sampling)
-            branching, bits = self.step.tree.branching, self.step.random_bits(self.sampling)
-            draw = partial(self.sampling.draw_children, self.draft_logits, branching, bits)
-            self.step.replay("drawing", draw, self.sampling)
-        self.step.run_verification(self.logits, self.drafted, self.sampling)
+        step, sampling = self.step, self.sampling
+        if step.logits_of_draft is not None:
+            step.refill_random_numbers(sampling)
+            step.replay("drawing", partial(step.draft, 0, sampling), sampling)
+        step.run_verification(step.logits_of_target, step.drafted, sampling)
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> VerificationCost:
-    """The base and seconds a node, not negative, of least squared relative errors."""
-    nodes = np.array(sizes) - 1.0
+def fit(
+    verification: Mapping[TokenTree, float], with_lookup: Mapping[TokenTree, float]
+) -> VerificationCost:
+    """The base and seconds a node, not negative, of least squared relative errors.
+
+    From the seconds of trees, and of one of them with a lookup.
+    """
+    seconds = np.array(list(verification.values()))
+    nodes = np.array([tree.size for tree in verification]) - 1.0
     # dividing by a tree's seconds makes 1 the value to predict, and errors relative
-    terms = np.stack([np.ones_like(nodes), nodes], 1) / np.array(seconds)[:, None]
+    terms = np.stack([np.ones_like(nodes), nodes], 1) / seconds[:, None]
     costs, *_ = np.linalg.lstsq(terms, np.ones(len(nodes)), rcond=None)
     if min(costs) < 0:  # then the best solution without a negative one lacks it
         kept = int(np.argmax(costs))
         costs = np.zeros(2)
         costs[kept] = terms[:, kept].sum() / np.square(terms[:, kept]).sum()
-    degrees_of_freedom = max(1, len(nodes) - np.count_nonzero(costs))
-    error = math.sqrt(np.square(terms @ costs - 1).sum() / degrees_of_freedom)
-    return VerificationCost(float(costs[0]), float(costs[1]), round(error, 4))
+    more_seconds = [with_lookup[tree] - verification[tree] for tree in with_lookup]
+    return VerificationCost(float(costs[0]), float(costs[1]), max([0.0, *more_seconds]))

@@ -96,6 +96,9 @@ class SequoiaDecoder:
         """Decode with `tree`, and with the trees that take its place by match."""
         self.step_of_tree = {t: CapturedStep(models, t, tree) for t in tree.portfolio.values()}
         self.step = self.step_of_tree[tree]
+        stream, latency = models.target.stream, tree.plan.latency
+        if stream and latency and latency.stream:
+            stream.keep_most_chosen(latency.stream.expert_counts)
 
     @torch.inference_mode()
     def generate(

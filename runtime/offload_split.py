@@ -43,7 +43,7 @@ def split_with_copy(offloaded: OffloadedTarget, budget: int) -> MemorySplit | No
     return split if split.streamed_bytes else None
 
 
-def split_beside(offloaded: OffloadedTarget, draft: Any, budget: int) -> MemorySplit:
+def split_beside(offloaded: OffloadedTarget, draft: Any, budget: int, link: str) -> MemorySplit:
     """What fits into `budget` bytes beside a draft, which may be None."""
     target = offloaded.model
     caches, draft_bytes = cache_bytes(target), 0
@@ -51,5 +51,10 @@ def split_beside(offloaded: OffloadedTarget, draft: Any, budget: int) -> MemoryS
         draft_bytes = own_bytes(draft, target)
         caches += 0 if shares_cache(draft, target) else cache_bytes(draft)
     return split_memory(
-        budget, offloaded.outside_bytes, draft_bytes, caches, offloaded.layer_sizes()
+        budget,
+        offloaded.outside_bytes,
+        draft_bytes,
+        caches,
+        offloaded.layer_sizes(),
+        by_expert=bool(offloaded.routed) and link == "disk",
     )

@@ -336,7 +336,7 @@ def _load_offloaded_pair(
     remarks = context_remarks(model)
     pair = Pair(model, None, offloaded.tokenizer, metadata, f"streamed from {link}", remarks)
     pair = add_draft(pair, draft, offloaded.layer, shared_layers)
-    split = split or split_beside(offloaded, pair.draft, budget)
+    split = split or split_beside(offloaded, pair.draft, budget, link)
     is_fused = placement != RESIDENT
     num_fused = offloaded.place(split, link, is_fused)
     metadata["target"].update(split.to_metadata(link, num_layers))

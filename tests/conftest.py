@@ -71,16 +71,9 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, pair):
     """A Llama of eight layers and a draft, as transformers saves them."""
-    from architectures import tiny
-    from streamed import LAYERS
+    from streamed import save_models
 
-    folder = tmp_path_factory.mktemp("models")
-    for name, layers in (("target", LAYERS), ("draft", 1)):
-        tiny("Llama", num_hidden_layers=layers, tie_word_embeddings=True).save_pretrained(
-            folder / name
-        )
-        pair.tokenizer.save_pretrained(folder / name)
-    return folder
+    return save_models(tmp_path_factory.mktemp("models"), pair.tokenizer)
 
 
 @pytest.fixture

@@ -38,9 +38,14 @@ def reference() -> str:
 
 
 def commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Yields every command with its full name, as ("engine vllm", command); not the groups."""
+    """Yields every command with its full name, as ("diagnose vllm", command).
+
+    A group is one if it runs without a subcommand.
+    """
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
+            if command.invoke_without_command:
+                yield f"{prefix}{name}", command
             yield from commands(command, f"{prefix}{name} ")
         else:
             yield f"{prefix}{name}", command

@@ -19,9 +19,8 @@ from sequoia_plan.artifacts import BenchResult, Plan, Profile
 from sequoia_plan.artifacts.counts import Counts, LevelCounts
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.schema import Artifact
-from sequoia_plan.engines.plan import EnginePlan
 
-FILES = {"profile": Profile, "plan": Plan, "bench": BenchResult, "engine": EnginePlan}
+FILES = {"profile": Profile, "plan": Plan, "bench": BenchResult}
 """For each `<!-- table NAME -->` of the page, the struct that it describes."""
 TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 HEADER = "| key | type | meaning |\n|---|---|---|\n"

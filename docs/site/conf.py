@@ -43,7 +43,7 @@ NAVIGATION = {
         ("Targets that do not fit", "docs/offloading"),
     ],
     "With other software": [
-        ("vLLM, llama.cpp and SGLang", "docs/engines"),
+        ("llama.cpp and vLLM", "docs/engines"),
         ("transformers", "docs/huggingface"),
     ],
     "Files": [

@@ -4,9 +4,8 @@ commands, so that `--help` stays instant."""
 import click
 
 from sequoia_plan.planner.cli.decoding import bench, generate
+from sequoia_plan.planner.cli.diagnose import diagnose
 from sequoia_plan.planner.cli.doctor import doctor
-from sequoia_plan.planner.cli.engine import engine
-from sequoia_plan.planner.cli.engine_measuring import llamacpp, vllm
 from sequoia_plan.planner.cli.errors import CommandGroup
 from sequoia_plan.planner.cli.exchange import export_command, import_command
 from sequoia_plan.planner.cli.profiling import profile
@@ -26,11 +25,9 @@ for _command in (
     show,
     generate,
     bench,
-    engine,
+    diagnose,
     export_command,
     import_command,
     doctor,
 ):
     main.add_command(_command)
-engine.add_command(vllm)
-engine.add_command(llamacpp)

@@ -153,10 +153,23 @@ def profile(
         main_entry, *entries = map(_json_entry, outputs, profiles)
         print_json(main_entry | ({"also": entries} if entries else {}))
         return
+    click.echo(_describe_prompts(profiles[0], len(measured_prompts), len(all_prompts)))
     for path, measured in zip(outputs, profiles, strict=True):
         for line in describe_profile(measured):
             click.echo(line)
         click.echo(f"wrote {path}; next: sequoia-plan solve {path}")
+
+
+def _describe_prompts(profile: Profile, num_half: int, num_all: int) -> str:
+    """Which prompts were measured, and why the others of the file were not."""
+    numbers = {kind: len(prompts) for kind, prompts in profile.prompts.items()}
+    used = sum(numbers.values())
+    text = f"prompts     {used} of {num_all}"
+    if len(numbers) > 1:
+        text += f" ({', '.join(f'{number} {kind}' for kind, number in numbers.items())})"
+    if used < num_half:
+        text += f"; {num_half - used} left out, because --precision is reached without them"
+    return f"{text}; every second one is for bench"
 
 
 def _read_tree(path: str) -> TokenTree:
@@ -170,23 +183,16 @@ def _read_tree(path: str) -> TokenTree:
 
 
 def _json_entry(path: Path, profile: Profile) -> dict[str, Any]:
-    """What `--json` prints of a profile: acceptance by rank, level and class, and pass times.
-
-    Of lookup, it has a summary of each class of matches (`ClassSummary`), if they were counted.
-    """
+    """What `--json` prints of a profile: acceptance by rank, level and class, and pass times."""
     rates = profile.acceptance.rates
     entry = {
         "output": str(path),
-        "effective_trials": profile.effective_trials,
         "acceptance": profile.acceptance.pooled().tolist(),
         "by_level": profile.acceptance.with_one_class().rates[:, 0].tolist(),
-        "by_class": rates.tolist() if rates.shape[1] > 1 else [],
+        "by_class": rates.tolist(),
         "verifier": profile.verifier,
+        "prompts": {kind: len(prompts) for kind, prompts in profile.prompts.items()},
     }
     if profile.latency:
         entry |= {"target": profile.latency.target, "draft": profile.latency.draft}
-    if profile.lookup:
-        from sequoia_plan.artifacts.lookup import class_summaries
-
-        entry["lookup"] = [summary._asdict() for summary in class_summaries(profile.lookup)]
     return entry

@@ -30,7 +30,9 @@ PLAN_KEYS = (
     "interval_new_kind",
     "solver",
     "tree_speedup",
+    "median_speedup",
     "speedup_by_kind",
+    "interval_by_kind",
     "tokens_by_kind",
 )
 """Fields of the plan that `solve --json` prints beside the tree."""
@@ -90,11 +92,7 @@ def solve(
         print_json(
             _shape(tree)
             | {key: plan_values.get(key) for key in PLAN_KEYS}
-            | {
-                "verifier": plan.settings.get("verifier"),
-                "replayed_speedup": solution.replayed_speedup,
-                "seconds": solution.seconds,
-            }
+            | {"verifier": plan.settings.get("verifier"), "seconds": solution.seconds}
         )
         return
     click.echo(f"{tree}, solved in {solution.seconds:.3f} s")

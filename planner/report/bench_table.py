@@ -1,7 +1,7 @@
 """What bench measured, in sentences and as a table in the terminal."""
 
 from sequoia_plan.artifacts import BenchResult
-from sequoia_plan.artifacts.bench_result import Prediction, Ratio
+from sequoia_plan.artifacts.bench_result import KindResult, MethodResult, Prediction, Ratio
 from sequoia_plan.planner.report.tables import Table, print_table
 
 TREE_METHODS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
@@ -29,7 +29,7 @@ def finding(result: BenchResult) -> str:
         return f"The {shape}: its speed-up over plain decoding was not measured."
     speedup, prediction = speedups[best], methods[best].prediction or Prediction()
     faster_sentence, is_certain = _faster_method(result, best if speedup.median > 1 else "plain")
-    predicted = f"; predicted {prediction.speedup:.2f}" if prediction.speedup else ""
+    predicted = f"; predicted {_promise_text(prediction)}" if prediction.speedup else ""
     text = (
         f"{shape}, verified with {TREE_METHODS[best]}: {speedup.median:.2f} times the speed of "
         f"plain decoding at {sampling_text(result)} (95 % interval {_ends(speedup)}{predicted})."
@@ -53,23 +53,21 @@ def speedups_over_plain(result: BenchResult) -> dict[str, Ratio]:
 
 def _missed_prediction(speedup: Ratio, prediction: Prediction) -> str:
     """A sentence if the intervals of the measured and the predicted speed-up do not overlap."""
-    if prediction.interval is None or prediction.speedup is None:
+    ends = prediction.interval or prediction.interval_new_kind
+    if ends is None:
         return ""
-    low, high = prediction.interval
+    low, high = ends
     if low <= speedup.interval_high and speedup.interval_low <= high:
         return ""
-    relative_error = prediction.speedup / speedup.median - 1
-    direction = "high" if relative_error > 0 else "low"
     return (
-        f" The prediction is {abs(relative_error):.0%} too {direction}, and its interval "
-        f"({low:.2f} to {high:.2f}) does not meet the measured one: profile again with --prompts "
-        "of the kind decoded here, on a machine with nothing else to do."
+        f" The predicted interval ({low:.2f} to {high:.2f}) does not meet the measured one: "
+        "profile again with --prompts of this kind, on a machine with nothing else to do."
     )
 
 
-def _ends(ratio: Ratio) -> str:
+def _ends(ratio: Ratio, between: str = " to ") -> str:
     """The ends of a ratio's interval, as "1.20 to 1.40"."""
-    return f"{ratio.interval_low:.2f} to {ratio.interval_high:.2f}"
+    return f"{ratio.interval_low:.2f}{between}{ratio.interval_high:.2f}"
 
 
 def _faster_method(result: BenchResult, reference: str) -> tuple[str, bool]:
@@ -129,31 +127,35 @@ def step_parts_text(result: BenchResult) -> str:
 def table(result: BenchResult) -> Table:
     """A row for each method, those that use the tree marked; predicted is right of measured."""
     columns = ["", "over plain", "predicted", "tokens a step", "predicted", "tokens/s"]
-    rows = []
+    rows, is_ours = [], []
     for name, method in result.methods.items():
-        prediction = method.prediction or Prediction()
-        speedup, predicted_speedup = "1", "-"
-        if name != "plain":
-            ratio = method.speedup.get("plain")
-            speedup = (
-                f"{ratio.median:.2f}x ({ratio.interval_low:.2f}-{ratio.interval_high:.2f})"
-                if ratio
-                else "-"
-            )
-            predicted_speedup = _number_text(prediction.speedup, "x")
-        rows.append(
-            [
-                method.title,
-                speedup,
-                predicted_speedup,
-                _number_text(method.tokens_per_step),
-                _number_text(prediction.tokens_per_step),
-                f"{method.tokens_per_second.median:.1f}",
-                f"{method.first_token_seconds.median * 1000:.0f} ms",
-            ]
-        )
-    is_ours = [name in TREE_METHODS for name in result.methods]
+        cells = _cells(method, method.speedup.get("plain"))
+        if name == "plain":
+            cells[:2] = "1", "-"
+        speed, first = method.tokens_per_second.median, method.first_token_seconds.median
+        rows.append([method.title, *cells, f"{speed:.1f}", f"{first * 1000:.0f} ms"])
+        is_ours.append(name in TREE_METHODS)
+        for kind, part in method.by_kind.items():
+            rows.append([f"  {kind} ({part.prompts})", *_cells(part, part.speedup), "", ""])
+            is_ours.append(False)
     return Table([*columns, "first token"], rows, is_ours)
+
+
+def _cells(part: MethodResult | KindResult, ratio: Ratio | None) -> list[str]:
+    """Measured and predicted speed-up, and tokens a step."""
+    prediction = part.prediction or Prediction()
+    speedup = f"{ratio.median:.2f}x ({_ends(ratio, '-')})" if ratio else "-"
+    tokens = [_number_text(part.tokens_per_step), _number_text(prediction.tokens_per_step)]
+    return [speedup, _promise_text(prediction), *tokens]
+
+
+def _promise_text(prediction: Prediction) -> str:
+    """A predicted speed-up: with its interval, or of a new kind the interval first."""
+    text = _number_text(prediction.speedup, "x")
+    ends = "-".join(map(_number_text, prediction.interval or prediction.interval_new_kind or ()))
+    if prediction.interval_new_kind:
+        return f"{ends}x ({text} for the profiled mix)"
+    return f"{text} ({ends})" if ends else text
 
 
 def _number_text(value: float | None, unit: str = "") -> str:
@@ -161,30 +163,12 @@ def _number_text(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.2f}{unit}"
 
 
-def predicted_for_text(result: BenchResult) -> str:
-    """Which prompts the tree's figures were predicted for; empty if its plan knows no kinds."""
-    predictions = [method.prediction for method in result.methods.values() if method.prediction]
-    mixed = [prediction.prompts_as_mixture for prediction in predictions]
-    num_others = next((number for number in mixed if number is not None), None)
-    if num_others is None:
-        return ""
-    text = "predicted for our tree: from the kind of each prompt"
-    if num_others:
-        text += (
-            f", and for {num_others} of {result.settings.prompts} from all profiled prompts "
-            "together, because the plan lacks the kind"
-        )
-    return text
-
-
 def print_result(result: BenchResult) -> None:
     """Print the settings, the table, the finding, and how the time of a step divides into parts."""
     print(settings_text(result))
     print_table(table(result))
     print(
-        "over plain: median of ratios prompt by prompt and its 95 % interval; tokens/s: median "
-        "over prompts"
+        "over plain: median of ratios prompt by prompt and its 95 % interval; predicted: the same "
+        "for as many prompts; tokens/s: median over prompts"
     )
-    if note := predicted_for_text(result):
-        print(note)
     print(finding(result), step_parts_text(result))

@@ -1,19 +1,13 @@
-"""A plan for another engine as sentences and as a table in the terminal."""
+"""The diagnosis of an engine as sentences and a table, for the terminal and the page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from statistics import median
 
-from sequoia_plan.engines.plan import Cell, ContextPlan, EnginePlan, MeasuredCell
+from sequoia_plan.engines.plan import NONE, Cell, ContextPlan, EnginePlan
 from sequoia_plan.planner.report.tables import Table, print_table
 
-COLUMNS_NOTE = (
-    "K: speculative tokens; predicted, measured: generated tokens a second; "
-    "~: on the line through two timed steps"
-)
-
-
-def parts_and_batches(plan: EnginePlan) -> list[tuple[ContextPlan, int]]:
-    """The plan's part of each context with each of its batch sizes."""
-    return [(part, batch) for part in plan.contexts for batch in part.batches]
+STAIR = 2
+"""A pass whose last token takes so many times as long as is usual is a step of a staircase."""
 
 
 def kind_of_request(part: ContextPlan, batch: int) -> str:
@@ -21,104 +15,104 @@ def kind_of_request(part: ContextPlan, batch: int) -> str:
     return f"batch {batch}{f', context {part.context}' if part.context else ''}"
 
 
-def findings(plan: EnginePlan) -> list[str]:
-    """Describes the best number of speculative tokens and its gain, for each kind of request."""
-    sentences = []
-    for part, batch in parts_and_batches(plan):
+def cost_lines(part: ContextPlan) -> Iterator[str]:
+    """Says what a token costs, what wider passes cost, and where a step's time goes."""
+    for batch in part.batches:
+        first = part.cells_at(batch)[0]
+        token = f"{1000 / first.throughput:.2f} ms a token with {first.drafting}"
+        yield f"{kind_of_request(part, batch)}: {token} ({first.throughput:.1f} tokens/s)"
+    if passes := part.target_seconds:
+        multiples = "  ".join(f"{n}: {passes[n] / passes[1]:.2f}" for n in sorted(passes))
+        yield f"the target's pass over n tokens, over its time for one  {multiples}"
+        rises = {n: passes[n] - passes[n - 1] for n in sorted(passes) if n - 1 in passes}
+        usual = median(rises.values())
+        stairs = [str(n) for n, rise in rises.items() if rise > STAIR * usual]
+        yield f"rises of {STAIR} times the usual at  {', '.join(stairs) or 'no number of tokens'}"
+    whole = sum(part.step.values())
+    for name, seconds in part.step.items():
+        yield f"of a step of the best chain, {name}: {_ms(seconds)}, {seconds / whole:.0%}"
+
+
+def acceptance_lines(part: ContextPlan) -> Iterator[str]:
+    """Says how far chains are accepted, and by kind of prompt."""
+    survival = " ".join(f"{p:.3f}" for p in part.acceptance.survival)
+    source = f"({part.acceptance.drafts} chains; {part.acceptance.source})"
+    yield f"accepted of the first 1, 2, ... tokens  {survival}  {source}"
+    for name, by_kind in part.tokens_by_kind.items():
+        values = ", ".join(f"{kind} {tokens:.2f}" for kind, tokens in by_kind.items())
+        yield f"tokens a step with {name}  {values}"
+
+
+def verdict_lines(part: ContextPlan) -> Iterator[str]:
+    """Says what is best, what a tree would give, what no setting passes, and what would help."""
+    if part.break_even_seconds:
+        longer = f"takes more than {_ms(part.break_even_seconds)}"
+        yield f"speculation pays if a step without it {longer}: see diagnose vllm --metrics"
+        return
+    for batch in part.batches:
+        first, *others = part.cells_at(batch)
         best = part.best_cell(batch)
-        plain, *speculative = part.cells_at(batch)  # the first cell is of 0 speculative tokens
-        if best.speculative_tokens:
-            gain = f"{best.speedup:.2f} times the {plain.throughput:.1f} tokens/s without"
-            if best.low <= plain.high:
-                gain += "; the intervals overlap, so the gain is not certain"
-            finding = f"{_name(best)} ({_speed(best)}, {gain})"
-        else:
-            next_best = max(speculative, key=lambda cell: cell.throughput)
-            loss = f"{_name(next_best)} would be {next_best.speedup:.2f} times as fast"
-            finding = f"do not speculate ({_speed(plain)}; {loss})"
-        sentences.append(f"{kind_of_request(part, batch)}: {finding}")
-    return sentences
+        finding = f"{best.drafting}, {_over(best.throughput, first)}"
+        if best.drafting == NONE:
+            other = max(others, key=lambda cell: cell.throughput)
+            finding = f"do not speculate; {other.drafting} has {_over(other.throughput, first)}"
+        elif best.low <= first.high:
+            finding += "; the intervals overlap, so the gain is not certain"
+        yield f"{kind_of_request(part, batch)}: {finding}"
+    for name, speed in {**part.tree, **part.bounds, **part.changes}.items():
+        yield f"{name}: {_over(speed, part.cells_at(part.batches[0])[0])}"
 
 
 def table(plan: EnginePlan) -> Table:
     """A row for each cell, the best of each kind of request marked; empty columns are left out."""
-    rows, is_best = [], []
-    for part, batch in parts_and_batches(plan):
-        best = part.best_cell(batch)
-        for cell in part.cells_at(batch):
-            rows.append(
-                {
-                    "context": str(part.context or ""),
-                    "batch": str(batch),
-                    "K": str(cell.speculative_tokens),
-                    "setting": cell.variant,
-                    "tokens/step": f"{cell.tokens_per_step:.2f}",
-                    "step": f"{'' if cell.is_timed else '~'}{cell.seconds * 1000:.1f} ms",
-                    "predicted": _with_range(cell),
-                    "measured": _with_range(cell.measured) if cell.measured else "",
-                    "over K=0": f"{cell.speedup:.2f}x",
-                }
-            )
-            is_best.append(cell == best)
+    cells = [
+        (part, cell)
+        for part in plan.contexts
+        for batch in part.batches
+        for cell in part.cells_at(batch)
+    ]
+    rows = [
+        {
+            "drafting": str(cell.drafting),
+            "context": str(part.context or ""),
+            "batch": str(cell.batch),
+            "tokens/step": f"{cell.tokens_per_step:.2f}",
+            "step": _ms(cell.seconds),
+            "predicted tokens/s": f"{cell.throughput:.1f} ({cell.low:.1f}-{cell.high:.1f})",
+            "measured tokens/s": f"{cell.measured.throughput:.1f}" if cell.measured else "",
+            "over none": f"{cell.speedup:.2f}x",
+        }
+        for part, cell in cells
+    ]
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    is_best = [cell == part.best_cell(cell.batch) for part, cell in cells]
     return Table(columns, [[row[name] for name in columns] for row in rows], is_best)
 
 
-def launch_groups(plan: EnginePlan) -> list[tuple[str, Sequence[str]]]:
-    """What the options to start the engine with are for, and these options.
-
-    Contexts with the same options are one group. A single group has an empty text.
-    """
-    contexts: dict[tuple[str, ...], list[int]] = {}
+def sentences(plan: EnginePlan) -> Iterator[str]:
+    """The diagnosis of each context, with the options to paste."""
+    yield f"{plan.engine} {plan.engine_version}: {plan.target} {plan.draft}, {plan.seconds:.0f} s"
     for part in plan.contexts:
-        contexts.setdefault(part.lines, []).append(part.context)
-    return [
-        (
-            f"for a context of {' or '.join(map(str, group))} tokens:" if len(contexts) > 1 else "",
-            lines or ["start the engine without speculation"],
-        )
-        for lines, group in contexts.items()
-    ]
-
-
-def _name(cell: Cell) -> str:
-    """A cell's number of speculative tokens, and its further setting, as "2 with p-min 0.6"."""
-    return f"{cell.speculative_tokens}{cell.variant and f' with {cell.variant}'}"
-
-
-def _speed(cell: Cell) -> str:
-    """A cell's throughput, predicted and, if there is one, measured."""
-    measured = f", measured {cell.measured.throughput:.1f}" if cell.measured else ""
-    return f"{cell.throughput:.1f} tokens/s{measured}"
-
-
-def _with_range(cell: Cell | MeasuredCell) -> str:
-    """A throughput and the range around it, as "81.2 (75.0-88.1)"."""
-    return f"{cell.throughput:.1f} ({cell.low:.1f}-{cell.high:.1f})"
-
-
-def acceptance_lines(plan: EnginePlan) -> list[str]:
-    """Describes acceptance and expected tokens at each context."""
-    lines = []
-    for part in plan.contexts:
-        acceptance, cells = part.acceptance, part.cells_at(part.batches[0])
-        survival = " ".join(f"{p:.3f}" for p in acceptance.survival)
-        mean = " ".join(f"{cell.tokens_per_step:.3f}" for cell in cells if not cell.variant)
-        source = f"({acceptance.drafts} chains; {acceptance.source})"
-        lines += [f"context {part.context}:"] if part.context else []
-        lines += [
-            f"acceptance of the first 1, 2, ... tokens  {survival}  {source}",
-            f"expected tokens a step with 0, 1, ... speculative tokens  {mean}",
-        ]
-    return lines
+        yield "1. What a token costs"
+        yield from cost_lines(part)
+        yield "2. What is accepted"
+        yield from acceptance_lines(part)
+        yield "3. The verdict"
+        yield from verdict_lines(part)
+        yield "4. Options to paste"
+        yield from part.lines or ["start the engine without speculation"]
 
 
 def print_plan(plan: EnginePlan) -> None:
-    """Prints the predictions, the findings and the options to start the engine with."""
+    """Prints the diagnosis."""
     print_table(table(plan))
-    lines = [COLUMNS_NOTE, *acceptance_lines(plan), *findings(plan)]
-    if plan.engine == "sglang":
-        lines.append("from logs and responses: no SGLang was run")
-    for purpose, options in launch_groups(plan):
-        lines += filter(None, [purpose, *options])
-    print(*lines, sep="\n")
+    print(*sentences(plan), sep="\n")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def _over(throughput: float, first: Cell) -> str:
+    """A throughput, and how many times that of the first cell it is."""
+    return f"{throughput:.1f} tokens/s ({throughput / first.throughput:.2f}x)"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sequoia_plan.artifacts import Latency, Profile
-from sequoia_plan.artifacts.lookup import class_summaries
+from sequoia_plan.artifacts.lookup import share_with_match
 
 BRIEF_RANKS = 8
 BRIEF_SIZES = (1, 4, 16, 64, 256)
@@ -22,8 +22,7 @@ def describe_profile(profile: Profile) -> Iterator[str]:
         f"{profile.settings.get('temperature', 0):g}, verifier {profile.verifier}"
     )
     if profile.lookup:
-        summaries = class_summaries(profile.lookup)
-        share = sum(summary.share for summary in summaries if summary.match_length)
+        share = share_with_match(profile.lookup)
         yield f"lookup      before {share:.0%} of tokens, the end of the text occurs earlier in it"
     if profile.latency:
         yield from _times(profile.latency, profile.models.get("target", {}))

@@ -11,7 +11,7 @@ from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.expected_tokens import node_values
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
 from sequoia_plan.artifacts.profile import takes_chains_only
-from sequoia_plan.artifacts.uncertainty import MIN_KINDS
+from sequoia_plan.artifacts.promise import MIN_KINDS
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -49,19 +49,30 @@ def print_summary(tree: TokenTree) -> None:
 
 def describe_prediction(plan: Plan) -> Iterator[str]:
     """Yields lines with the predicted figures, how sure they are, and what is proven."""
-    interval = plan.interval or Interval()
+    interval, new_kind = plan.interval or Interval(), plan.interval_new_kind or Interval()
     if takes_chains_only(plan.models):
         text = "the target has layers with a recurrent state; a tree needs a state for each node"
         yield _line("chains only", text)
+    if new_kind.predicted_speedup:
+        ends = _low_to_high(new_kind.predicted_speedup, "x")
+        yield _line("predicted speed-up", f"{ends} over plain decoding for prompts of a new kind")
+    if plan.median_speedup:
+        ends = _in_parentheses(interval.predicted_speedup)
+        text = f"{plan.median_speedup:.2f}x{ends}, the median over prompts"
+        yield _line("for the profiled mix", text)
+    for kind, speedup in plan.speedup_by_kind.items():
+        ends = _in_parentheses(plan.interval_by_kind.get(kind))
+        number = len(plan.text_speedups.get(kind, ()))
+        yield _line(f"  {kind}", f"{speedup:.2f}x{ends}, of {number}")
     if plan.expected_tokens is not None:
         ends = _in_parentheses(interval.expected_tokens)
         yield _line("expected tokens a step", f"{plan.expected_tokens:.4f}{ends}")
+    if new_kind.expected_tokens:
+        yield _line("prompts of a new kind", f"{_low_to_high(new_kind.expected_tokens)} (95 %)")
     if plan.predicted_speedup is not None and plan.step_seconds is not None:
-        ends = _in_parentheses(interval.predicted_speedup)
-        speedup = f"{plan.predicted_speedup:.3f}x over plain decoding{ends}"
-        yield _line("predicted speed-up", f"{speedup}, {plan.step_seconds * 1000:.1f} ms a step")
-    if plan.interval and plan.interval_new_kind:
-        yield _line("prompts of a new kind", _describe_interval(plan.interval_new_kind))
+        title = "for all tokens together" if plan.median_speedup else "predicted speed-up"
+        text = f"{plan.predicted_speedup:.3f}x over plain decoding"
+        yield _line(title, f"{text}, {plan.step_seconds * 1000:.1f} ms a step")
     if plan.tree_speedup is not None:
         text = f"{plan.tree_speedup:.3f}x with the fastest single tree on the same texts"
         yield _line("without prompt lookup", text)
@@ -81,15 +92,9 @@ def _describe_details(plan: Plan) -> Iterator[str]:
         bound = plan.upper_bound
         text = "" if bound is None else f"; any tree of this size: at most {bound:.4f} tokens"
         yield _line("solver", plan.solver + text)
-    if plan.interval and plan.interval.lost:
-        low, high = plan.interval.lost
-        yield _line("lost at the ends", f"{low:.2%} and {high:.2%} against the best tree there")
-    if plan.interval and not plan.interval_new_kind:
+    if plan.acceptance and not plan.interval_new_kind:
         reason = f"the profiled prompts name fewer than {MIN_KINDS} kinds"
         yield _line("prompts of a new kind", f"not known: {reason}")
-    if plan.speedup_by_kind:
-        ratios = [f"{name} {ratio:.2f}x" for name, ratio in plan.speedup_by_kind.items()]
-        yield _line("by kind of prompts", ", ".join(ratios))
     if stream := plan.latency and plan.latency.stream:
         # weights that stay in memory need not arrive in each pass; less if that waits for others
         share = min(1e9 / stream.bytes, 0.1)
@@ -127,20 +132,14 @@ def _at_least(match_length: int) -> str:
     return f"{match_length}+ tokens" if match_length else "no token"
 
 
-def _describe_interval(interval: Interval) -> str:
-    """The intervals of expected tokens and of speed-up, as "3.1 to 3.4 tokens a step, ..."."""
-    ends = (interval.expected_tokens, " tokens a step"), (interval.predicted_speedup, "x")
-    return ", ".join(_low_to_high(pair) + unit for pair, unit in ends if pair) + " (95 %)"
-
-
 def _in_parentheses(ends: tuple[float, float] | None) -> str:
     """The ends of a 95 % interval in parentheses; empty for None."""
     return f" (95 %: {_low_to_high(ends)})" if ends else ""
 
 
-def _low_to_high(ends: tuple[float, float]) -> str:
-    """The ends of an interval, as "1.200 to 1.400"."""
-    return f"{ends[0]:.3f} to {ends[1]:.3f}"
+def _low_to_high(ends: tuple[float, float], unit: str = "") -> str:
+    """The ends of an interval, as "1.20x to 1.40x"."""
+    return f"{ends[0]:.2f}{unit} to {ends[1]:.2f}{unit}"
 
 
 def _describe_best_addition(tree: TokenTree) -> Iterator[str]:

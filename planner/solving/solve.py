@@ -15,8 +15,8 @@ from sequoia_plan.planner.solving.certificate import check
 from sequoia_plan.planner.solving.match.by_match import trees_by_match
 from sequoia_plan.planner.solving.match.portfolio import Limits
 from sequoia_plan.planner.solving.match.replay import MAX_RUN, recorded_texts
-from sequoia_plan.planner.solving.noise import intervals
-from sequoia_plan.planner.solving.speed.fastest import MAX_WORK, fastest_tree
+from sequoia_plan.planner.solving.promised import single_tree_figures
+from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 from sequoia_plan.planner.solving.tokens.frontier import best_tree, check_limits, pick_solver
 
 OBJECTIVES = ("speed", "tokens")
@@ -29,13 +29,10 @@ class Solution:
     Args:
         tree: the token tree.
         seconds: the time that solving took.
-        replayed_speedup: with prompt lookup, the speed-up when the profile's recorded texts are
-            decoded again on paper, to compare with the predicted one; else None.
     """
 
     tree: TokenTree
     seconds: float
-    replayed_speedup: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -105,9 +102,9 @@ def solve(
     rows = profile.acceptance.at_depth(limits.drafted_depth, branching)
     solver = "branch and bound" if times else pick_solver(rows, budget).NAME
     tree, speed_bound = _best_tree(rows, budget, times)
-    replayed_speedup = None
     if texts and times:
-        tree, figures, replayed_speedup = trees_by_match(profile, texts, tree, times, limits)
+        times = StepTime(times.latency, times.drafting, looks_up=True)
+        tree, figures = trees_by_match(profile, texts, tree, times, limits)
     else:
         figures = _tree_figures(tree, speed_bound, profile, times, limits)
     plan = Plan(
@@ -120,7 +117,7 @@ def solve(
         solver=solver,
     )
     tree = TokenTree(tree.parents, plan, by_match=tree.by_match)
-    return Solution(tree, time.perf_counter() - started, replayed_speedup)
+    return Solution(tree, time.perf_counter() - started)
 
 
 def _checked_objective(objective: str | None, profile: Profile) -> str:
@@ -136,16 +133,14 @@ def _checked_objective(objective: str | None, profile: Profile) -> str:
     return objective
 
 
-def _best_tree(
-    rows: Floats, budget: int, times: StepTime | None, max_work: int = MAX_WORK
-) -> tuple[TokenTree, float]:
+def _best_tree(rows: Floats, budget: int, times: StepTime | None) -> tuple[TokenTree, float]:
     """The fastest tree and a bound on tokens a second; without times the tree of most tokens.
 
     `rows` float64 [depth - 1, node classes, branching].
     """
     if times is None:
         return best_tree(rows, budget), math.inf
-    fastest = fastest_tree(rows, budget, times, max_work)
+    fastest = fastest_tree(rows, budget, times)
     return fastest.tree, fastest.bound
 
 
@@ -160,18 +155,10 @@ def _tree_figures(
     prediction = predict(tree, acceptance, StepTime.from_measured(profile))
     # For the objective tokens the tree is the optimum of its size, so no solver runs again.
     optimum = None if times else prediction.expected_tokens
-
-    def solve_again(rates: Floats) -> TokenTree:
-        """The best tree for other rates; a tenth of the work does for an estimate."""
-        rows = Acceptance(rates).at_depth(depth, branching)
-        return _best_tree(rows, limits.budget, times, MAX_WORK // 10)[0]
-
-    interval, interval_new_kind = intervals(tree, profile, times, solve_again)
     return {
         **prediction._asdict(),
         "acceptance": acceptance.without_counts(),
         "upper_bound": check(tree, acceptance, depth, branching, optimum).upper_bound,
         "speedup_bound": speed_bound * times.plain_seconds() if times else None,
-        "interval": interval,
-        "interval_new_kind": interval_new_kind,
+        **single_tree_figures(tree, profile, StepTime.from_measured(profile)),
     }

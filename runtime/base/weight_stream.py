@@ -1,5 +1,6 @@
 """Where a forward pass waits for weights that are streamed; the package `offload` streams them."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,12 @@ class WeightStream(Protocol):
     memory: list[Tensor]
     bytes: int
     can_be_captured: bool
+    expert_counts: Sequence[int] = ()
+    """How often each expert was chosen, by which those stay in memory that were most often."""
+
+    def keep_most_chosen(self, counts: Sequence[int] = ()) -> None:
+        """Let the experts chosen most often stay in memory; by default, so far."""
+        return None
 
     def begin_step(self) -> None:
         """A decoding step begins; its pass will need the first layers."""

@@ -1,7 +1,9 @@
 """Attention over a cache whose keys lie so that the scores of 16 slots are one vector.
 
-Keys are [16 slots] by dimension, values by slot. Sums over slots run in the order of the slots, so
-a row's result does not depend on the other rows, nor on hidden slots between those that it sees.
+Sums over slots run in the order of the slots, so a row's result does not depend on the other rows,
+nor on hidden slots between those that it sees. In a cache of bfloat16 numbers, a word holds two
+dimensions of a key, or two slots of a value with the earlier one in its upper half: products of
+pairs are added one after the other, the upper one first.
 """
 
 from __future__ import annotations
@@ -19,170 +21,182 @@ from sequoia_plan.runtime.compiled.vectors import (
     FLOATS,
     LANES,
     LONG,
+    WORD,
     WORDS,
     Emitter,
     emitted,
 )
 
-QUERIES = 4
+QUERIES = 6
 """Queries that share each load of keys and values: rows of a pass, and heads of a group."""
-VALUE_VECTORS = 4
-"""Vectors of a value that are summed at once."""
-KINDS = {2: "bfloat16", 4: "float32"}
-"""Of keys and values, by their bytes."""
+BATCHES = 4
+"""Batches of so many queries that take turns with each part of the slots, while it is in cache."""
+BLOCK_VECTORS = 2
+BLOCK = BLOCK_VECTORS * LANES
+"""Slots whose scores are computed at once."""
+PART = 16
+"""Blocks of a part."""
+WORD_BYTES, VECTOR_BYTES = 4, 4 * LANES
+VALUE_BYTES = 4 * VECTOR_BYTES
+"""Of a value's sums that are in registers at once."""
+WORD_KINDS = {2: (WORD, WORDS), 4: (FLOAT, FLOATS)}
+"""By the bytes of a number: a pair of bfloat16 numbers, or one of float32."""
+BOOLS = ir.VectorType(ir.IntType(1), LANES)
 LOG2_E = 1.4426950408889634
 EXP2 = (1.0, 0.6931471805599453, 0.24022650695910072, 0.05550410866482158,
         0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608)  # fmt: skip
-"""The series of 2^x: exact to float32 for -.5 <= x <= .5."""
+"""The series of 2^x: exact to float32 for -.5 <= x <= .5, the first five to bfloat16."""
+HIDDEN, LOWEST = -3e38, -1e38
+"""The score of a hidden slot, and what the largest score of a row is at least."""
+
+
+def numbers_per_word(key_bytes: int) -> int:
+    """Numbers of a cache that are multiplied and added by one instruction: 2 in bfloat16."""
+    return WORD_BYTES // key_bytes
 
 
 def _emit_scores(
     emit: Emitter,
-    queries: Any,
+    visible: Any,
     keys: Any,
-    head_dim: Any,
+    words: Any,
+    first: Any,
     blocks: Any,
+    queries: Any,
     scores: Any,
-    score_bytes: Any,
+    stride: Any,
     key_bytes: int,
     num_queries: int,
 ) -> None:
-    """scores[query, slot] = queries[query] * keys[slot], for blocks of 16 slots.
+    """scores[query, slot] = queries[query] * keys[slot], for `blocks` from the first on.
 
-    `queries`: addresses, one int64 each, of float32 [head_dim]; `keys` [blocks, head_dim, 16].
+    `words`: of a query, and of a key; `keys` [blocks, words, slots of a block].
     """
-    addresses = [emit.load(emit.at(queries, 8 * query), LONG) for query in range(num_queries)]
-    with emit.loop(blocks) as block:
-        totals = emit.variables(num_queries, FLOATS)
-        block_keys = emit.at(keys, (emit.builder.mul(block, head_dim), LANES * key_bytes))
-        with emit.loop(head_dim) as dimension:
-            vector = emit.floats(
-                emit.at(block_keys, (dimension, LANES * key_bytes)), KINDS[key_bytes]
-            )
-            for address, variable in zip(addresses, totals, strict=True):
-                number = emit.load_splat(emit.at(address, (dimension, 4)), FLOAT)
-                emit.add_product(number, vector, variable)
-        for query, variable in enumerate(totals):
-            target = emit.at(scores, (score_bytes, query), (block, 4 * LANES))
-            emit.store(emit.builder.load(variable), target)
+    builder, (kind, vector_kind) = emit.builder, WORD_KINDS[key_bytes]
+    seen = [emit.load(emit.at(visible, 8 * query), LONG) for query in range(num_queries)]
+    nothing = ir.Constant(ir.VectorType(BYTE, LANES), [0] * LANES)
+    hidden = ir.Constant(FLOATS, [HIDDEN] * LANES)
+    with emit.loop(blocks) as index:
+        block = builder.add(index, first)
+        totals = [emit.variables(BLOCK_VECTORS) for _ in range(num_queries)]
+        block_keys = emit.at(keys, (builder.mul(block, words), BLOCK * WORD_BYTES))
+        with emit.loop(words) as word:
+            start = emit.at(block_keys, (word, BLOCK * WORD_BYTES))
+            vectors = emit.load_vectors(start, BLOCK_VECTORS, vector_kind)
+            for query, variables in enumerate(totals):
+                address = emit.at(queries, (stride, query), (word, WORD_BYTES))
+                number = emit.load_splat(address, kind)
+                for vector, variable in zip(vectors, variables, strict=True):
+                    emit.add_product(number, vector, variable)
+        for query, variables in enumerate(totals):
+            target = emit.at(scores, (stride, query), (block, BLOCK * WORD_BYTES))
+            for part, variable in enumerate(variables):
+                mask = emit.load(emit.at(seen[query], (block, BLOCK), LANES * part), nothing.type)
+                is_seen = builder.icmp_unsigned("!=", mask, nothing)
+                score = builder.select(is_seen, builder.load(variable), hidden)
+                emit.store(score, emit.at(target, part * VECTOR_BYTES))
 
 
 @intrinsic(prefer_literal=True)
 def compute_scores(
-    context, queries, keys, head_dim, blocks, scores, score_bytes, key_bytes, num_queries
+    context, visible, keys, words, first, blocks, queries, scores, stride, count, key_bytes
 ):
-    """See `_emit_scores`."""
-    arguments = (queries, keys, head_dim, blocks, scores, score_bytes, key_bytes, num_queries)
-    return emitted(_emit_scores, arguments, literals=2)
-
-
-def _emit_weighted_sums(
-    emit: Emitter,
-    weights: Any,
-    weight_bytes: Any,
-    values: Any,
-    value_bytes: Any,
-    slots: Any,
-    results: Any,
-    result_offset: Any,
-    key_bytes: int,
-    num_queries: int,
-    vectors: int,
-) -> None:
-    """results[query] = the mean of values[slot], weighted by weights[query, slot].
-
-    Of each value, `vectors` vectors are read; `results`: an address for each query, to which
-    `result_offset` bytes are added.
-    """
-    builder = emit.builder
-    sums = [emit.variables(vectors, FLOATS) for _ in range(num_queries)]
-    totals = emit.variables(num_queries, FLOATS)
-    with emit.loop(slots) as slot:
-        value = emit.at(values, builder.mul(slot, value_bytes))
-        parts = [
-            emit.floats(emit.at(value, LANES * key_bytes * vector), KINDS[key_bytes])
-            for vector in range(vectors)
-        ]
-        for query, (variables, total) in enumerate(zip(sums, totals, strict=True)):
-            address = emit.at(weights, (weight_bytes, query), (slot, 4))
-            weight = emit.load_splat(address, FLOAT)
-            builder.store(builder.fadd(builder.load(total), weight), total)
-            for part, variable in zip(parts, variables, strict=True):
-                emit.add_product(weight, part, variable)
-    for query, (variables, total) in enumerate(zip(sums, totals, strict=True)):
-        divisor = builder.load(total)
-        nothing = ir.Constant(FLOATS, [0.0] * LANES)
-        is_seen = builder.fcmp_ordered(">", divisor, nothing)  # a row may see no slot
-        target = emit.load(emit.at(results, 8 * query), LONG)
-        for vector, variable in enumerate(variables):
-            mean = builder.fdiv(builder.load(variable), divisor)
-            mean = builder.select(is_seen, mean, nothing)
-            emit.store(mean, emit.at(target, result_offset, 4 * LANES * vector))
-
-
-@intrinsic(prefer_literal=True)
-def compute_weighted_sums(
-    context, weights, weight_bytes, values, value_bytes, slots, results, result_offset,
-    key_bytes, num_queries, vectors,
-):  # fmt: skip
-    """See `_emit_weighted_sums`."""
+    """See `_emit_scores`; `count`: of queries, up to `QUERIES`."""
     arguments = (
-        weights, weight_bytes, values, value_bytes, slots, results, result_offset,
-        key_bytes, num_queries, vectors,
+        visible, keys, words, first, blocks, queries, scores, stride, count, key_bytes,
     )  # fmt: skip
-    return emitted(_emit_weighted_sums, arguments, literals=3)
+    return emitted(_emit_scores, arguments, literals=1, counts=QUERIES)
 
 
-def _emit_exp2(emit: Emitter, exponent: Any) -> Any:
-    """2 to the power of 16 float32 numbers, at least 2^-126."""
+def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any:
+    """2 to the power of 16 float32 numbers, 0 if one is -127 or less."""
     builder = emit.builder
-    lowest = ir.Constant(FLOATS, [-126.0] * LANES)
-    exponent = emit.call("llvm.maxnum.v16f32", FLOATS, exponent, lowest)
+    exponent = emit.larger(exponent, ir.Constant(FLOATS, [-127.0] * LANES))
     whole = emit.call("llvm.rint.v16f32", FLOATS, exponent)
     fraction = builder.fsub(exponent, whole)
-    power = ir.Constant(FLOATS, [EXP2[-1]] * LANES)
-    for coefficient in EXP2[-2::-1]:
+    power = ir.Constant(FLOATS, [EXP2[degree]] * LANES)
+    for coefficient in EXP2[degree - 1 :: -1]:
         power = emit.fma(power, fraction, ir.Constant(FLOATS, [coefficient] * LANES))
     bits = builder.add(builder.fptosi(whole, WORDS), ir.Constant(WORDS, [127] * LANES))
     scale = builder.bitcast(builder.shl(bits, ir.Constant(WORDS, [23] * LANES)), FLOATS)
     return builder.fmul(power, scale)
 
 
-def _emit_softmax(emit: Emitter, scores: Any, visible: Any, blocks: Any) -> None:
-    """Replace scores, in units of log 2, by 2^(score - largest); those of hidden slots by 0.
-
-    `visible`: of the address of bool [slots].
-    """
+def _emit_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
+    """Replace scores, in units of log 2, by 2^(score - largest) as numbers of the cache."""
     builder = emit.builder
-    visible = emit.load(visible, LONG)
-    lowest = ir.Constant(FLOATS, [-3e38] * LANES)
-    hidden = ir.Constant(ir.VectorType(BYTE, LANES), [0] * LANES)
-    (largest,) = emit.variables(1, FLOATS)
-    builder.store(lowest, largest)
-
-    def is_visible(block: Any) -> Any:
-        return builder.icmp_unsigned(
-            "!=", emit.load(emit.at(visible, (block, LANES)), hidden.type), hidden
-        )
-
+    (largest,) = emit.variables(1)
+    builder.store(ir.Constant(FLOATS, [LOWEST] * LANES), largest)
     with emit.loop(blocks) as block:
-        seen = emit.load(emit.at(scores, (block, 4 * LANES)), FLOATS)
-        seen = builder.select(is_visible(block), seen, lowest)
-        maximum = emit.call("llvm.maxnum.v16f32", FLOATS, builder.load(largest), seen)
-        builder.store(maximum, largest)
+        start = emit.at(scores, (block, BLOCK * WORD_BYTES))
+        for score in emit.load_vectors(start, BLOCK_VECTORS, FLOATS):
+            builder.store(emit.larger(score, builder.load(largest)), largest)
     reduced = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, builder.load(largest))
     maximum = emit.splat(reduced)
+    is_float, swapped = key_bytes == 4, ir.Constant(WORDS, [lane ^ 1 for lane in range(LANES)])
     with emit.loop(blocks) as block:
-        address = emit.at(scores, (block, 4 * LANES))
-        weight = _emit_exp2(emit, builder.fsub(emit.load(address, FLOATS), maximum))
-        nothing = ir.Constant(FLOATS, [0.0] * LANES)
-        emit.store(builder.select(is_visible(block), weight, nothing), address)
+        start = emit.at(scores, (block, BLOCK * WORD_BYTES))
+        target = emit.at(scores, (block, BLOCK * key_bytes))
+        for part, score in enumerate(emit.load_vectors(start, BLOCK_VECTORS, FLOATS)):
+            weight = _emit_exp2(emit, builder.fsub(score, maximum), 6 if is_float else 4)
+            if not is_float:
+                weight = emit.bfloats(weight)
+                weight = builder.shuffle_vector(weight, weight, swapped)
+            emit.store(weight, emit.at(target, LANES * key_bytes * part))
 
 
 @intrinsic(prefer_literal=True)
-def compute_softmax(context, scores, visible, blocks):
-    """See `_emit_softmax`."""
-    return emitted(_emit_softmax, (scores, visible, blocks), literals=0)
+def compute_weights(context, scores, blocks, key_bytes):
+    """See `_emit_weights`."""
+    return emitted(_emit_weights, (scores, blocks, key_bytes), literals=1)
+
+
+def _emit_weighted_sums(
+    emit: Emitter,
+    weights: Any,
+    values: Any,
+    value_bytes: Any,
+    words: Any,
+    totals: Any,
+    sums: Any,
+    stride: Any,
+    key_bytes: int,
+    vectors: int,
+    num_queries: int,
+) -> None:
+    """Add weights[query, slot] * values[slot] to sums[query], and weights to lane `query`.
+
+    `words`: of weights; of each value, `vectors` vectors are read. `totals`: of the lanes.
+    """
+    kind, vector_kind = WORD_KINDS[key_bytes]
+    one = ir.Constant(vector_kind, [1.0 if kind == FLOAT else 0x3F803F80] * LANES)
+    places = [emit.at(sums, (stride, query)) for query in range(num_queries)]
+    results = [emit.variables(vectors, place) for place in places]
+    (total,) = emit.variables(1, totals)
+    with emit.loop(words) as word:
+        value = emit.at(values, emit.builder.mul(word, value_bytes))
+        parts, lanes = emit.load_vectors(value, vectors, vector_kind), one
+        for query, variables in enumerate(results):
+            weight = emit.load_splat(emit.at(weights, (stride, query), (word, WORD_BYTES)), kind)
+            own_lane = ir.Constant(BOOLS, [lane == query for lane in range(LANES)])
+            lanes = emit.builder.select(own_lane, weight, lanes)
+            for part, variable in zip(parts, variables, strict=True):
+                emit.add_product(weight, part, variable)
+        emit.add_product(lanes, one, total)
+    for place, variables in zip([*places, totals], [*results, [total]], strict=True):
+        for part, variable in enumerate(variables):
+            emit.store(emit.builder.load(variable), emit.at(place, part * VECTOR_BYTES))
+
+
+@intrinsic(prefer_literal=True)
+def compute_weighted_sums(
+    context, weights, values, value_bytes, words, totals, sums, stride, count, key_bytes, vectors
+):
+    """See `_emit_weighted_sums`; `count`: of queries, up to `QUERIES`."""
+    arguments = (
+        weights, values, value_bytes, words, totals, sums, stride, count, key_bytes, vectors,
+    )  # fmt: skip
+    return emitted(_emit_weighted_sums, arguments, literals=2, counts=QUERIES)
 
 
 def _emit_gated(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
@@ -205,46 +219,41 @@ def gate(context, gate, up, results):
 
 @functools.cache
 def attender(key_bytes: int) -> Any:
-    """A compiled function: attention of up to `QUERIES` queries of one head of the cache.
+    """A compiled function: attention of up to `QUERIES * BATCHES` queries of one cached head.
 
-    `queries`, `results`, `visible`: of int64 [count], addresses of float32 [head_dim] and of bool
-    [slots]; `keys`, `values`: of the first of `blocks` * 16 slots; `scores`: of a scratch.
+    `visible`: int64 [count], addresses of bool [slots]; `keys`, `values`: of the first of `blocks`;
+    `rows`: of a row for each query, `stride` bytes each: 16 lanes and the sums of values, float32
+    [head_dim], both 0 before; the query, [head_dim] words; and memory for scores. Query q's total
+    of weights is then in row q // QUERIES * QUERIES, lane q % QUERIES.
     """
+    per_word = numbers_per_word(key_bytes)
 
-    @cfunc(types.void(*[types.int64] * 9), cache=True, error_model="numpy")
-    def attend(queries, results, visible, count, keys, values, head_dim, blocks, scores):
-        stride = blocks * LANES * 4
-        k, d, n = keys, head_dim, blocks
-        if count == 1:
-            compute_scores(queries, k, d, n, scores, stride, key_bytes, 1)
-        elif count == 2:
-            compute_scores(queries, k, d, n, scores, stride, key_bytes, 2)
-        elif count == 3:
-            compute_scores(queries, k, d, n, scores, stride, key_bytes, 3)
-        else:
-            compute_scores(queries, k, d, n, scores, stride, key_bytes, 4)
-        for query in range(count):
-            compute_softmax(scores + query * stride, visible + 8 * query, blocks)
-        slots, value_bytes = blocks * LANES, head_dim * key_bytes
-        s, v, y = scores, values, results
-        for first in range(0, head_dim, VALUE_VECTORS * LANES):
-            if head_dim - first < VALUE_VECTORS * LANES:
-                for start in range(first, head_dim, LANES):
-                    v, offset = values + start * key_bytes, 4 * start
-                    for query in range(count):
-                        w = scores + query * stride
-                        compute_weighted_sums(
-                            w, stride, v, value_bytes, slots, y + 8 * query, offset, key_bytes, 1, 1
-                        )
-                break
-            v, offset = values + first * key_bytes, 4 * first
-            if count == 1:
-                compute_weighted_sums(s, stride, v, value_bytes, slots, y, offset, key_bytes, 1, 4)
-            elif count == 2:
-                compute_weighted_sums(s, stride, v, value_bytes, slots, y, offset, key_bytes, 2, 4)
-            elif count == 3:
-                compute_weighted_sums(s, stride, v, value_bytes, slots, y, offset, key_bytes, 3, 4)
-            else:
-                compute_weighted_sums(s, stride, v, value_bytes, slots, y, offset, key_bytes, 4, 4)
+    @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
+    def attend(visible, count, keys, values, head_dim, blocks, rows, stride):
+        value_bytes, sums = head_dim * WORD_BYTES, rows + VECTOR_BYTES
+        queries = sums + value_bytes
+        scores = queries + value_bytes
+        for first in range(0, blocks, PART):
+            n = min(PART, blocks - first)
+            for q in range(0, count, QUERIES):
+                x, s, left = queries + q * stride, scores + q * stride, min(QUERIES, count - q)
+                compute_scores(
+                    visible + 8 * q, keys, head_dim // per_word, first, n, x, s, stride, left,
+                    key_bytes,
+                )  # fmt: skip
+        for q in range(count):
+            compute_weights(scores + q * stride, blocks, key_bytes)
+        for first in range(0, blocks, PART):
+            n = min(PART, blocks - first) * BLOCK // per_word
+            for q in range(0, count, QUERIES):
+                w = scores + q * stride + first * BLOCK * key_bytes
+                v = values + first * BLOCK * head_dim * key_bytes
+                t, y, left = rows + q * stride, sums + q * stride, min(QUERIES, count - q)
+                for _ in range(value_bytes // VALUE_BYTES):
+                    compute_weighted_sums(w, v, value_bytes, n, t, y, stride, left, key_bytes, 4)
+                    v, y = v + VALUE_BYTES, y + VALUE_BYTES
+                    t = rows + (q + 1) * stride  # read by nobody: the totals are there
+                if value_bytes % VALUE_BYTES:  # half: heads have a multiple of 32 numbers
+                    compute_weighted_sums(w, v, value_bytes, n, t, y, stride, left, key_bytes, 2)
 
     return attend

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
-from sequoia_plan.runtime.compiled.attention import QUERIES
+from sequoia_plan.runtime.compiled.attention import BATCHES, BLOCK, QUERIES, numbers_per_word
 from sequoia_plan.runtime.compiled.forward import UNIT, Inputs, Outputs, Scratch, forward
 from sequoia_plan.runtime.compiled.packing import aligned_zeros
 from sequoia_plan.runtime.compiled.vectors import LANES
@@ -55,27 +55,29 @@ class Workers:
 
 
 def visible_slots(mask: Tensor) -> NDArray[np.bool_]:
-    """bool [rows, slots in multiples of 16] from an additive mask [rows, slots]."""
+    """bool [rows, slots in whole blocks] from an additive mask [rows, slots]."""
     rows, extent = mask.shape
-    visible = np.zeros((rows, round_up(extent, LANES)), np.bool_)
+    visible = np.zeros((rows, round_up(extent, BLOCK)), np.bool_)
     np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
     return visible
 
 
 class CompiledCache(TreeCache):
-    """Keys in blocks of 16 slots, and values by slot, of all layers (see `forward.Inputs`)."""
+    """Keys and values of all layers, see `forward.Inputs`."""
 
     def __init__(
         self, layers: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype,
         *, counts_positions: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(0, capacity, counts_positions=counts_positions)
-        slots = round_up(capacity, LANES)
-        bits = np.uint16 if dtype == torch.bfloat16 else np.uint32
-        shape = (layers, heads, slots // LANES, head_dim, LANES)
+        slots, bits = round_up(capacity, BLOCK), np.uint16 if dtype == torch.bfloat16 else np.uint32
+        n = numbers_per_word(np.dtype(bits).itemsize)
+        shape = (layers, heads, slots // n, head_dim, n)
         try:
-            self.keys = aligned_zeros(shape, bits)
-            self.values = aligned_zeros((layers, heads, slots, head_dim), bits)
+            self.keys = aligned_zeros(
+                (layers, heads, slots // BLOCK, head_dim // n, BLOCK, n), bits
+            )
+            self.values = aligned_zeros(shape, bits)
         except MemoryError as error:
             gigabytes = 2 * np.prod(shape) * np.dtype(bits).itemsize / 1e9
             raise SequoiaPlanError(
@@ -86,9 +88,9 @@ class CompiledCache(TreeCache):
     def take(self, other: Any, count: int) -> None:
         """See `TreeCache.take`."""
         super().take(other, count)
-        blocks = -(-count // LANES)
+        blocks, words = -(-count // BLOCK), -(-count // self.keys.shape[5])
         self.keys[:, :, :blocks] = other.keys[:, :, :blocks]
-        self.values[:, :, :count] = other.values[:, :, :count]
+        self.values[:, :, :words] = other.values[:, :, :words]
 
     def commit(self, slots: Tensor, start: Tensor) -> None:
         """See `TreeCache.commit`."""
@@ -99,13 +101,16 @@ class CompiledCache(TreeCache):
 @njit(nogil=True, cache=True)
 def move_slots(keys: Any, values: Any, slots: Any, start: int) -> None:
     """Move entries to the slots from `start` on, in ascending order."""
+    n = keys.shape[5]
     for place in range(slots.shape[0]):
         source, target = slots[place], start + place
         if source != target:
-            keys[:, :, target // LANES, :, target % LANES] = keys[
-                :, :, source // LANES, :, source % LANES
+            keys[:, :, target // BLOCK, :, target % BLOCK] = keys[
+                :, :, source // BLOCK, :, source % BLOCK
             ]
-            values[:, :, target] = values[:, :, source]
+            values[:, :, target // n, :, n - 1 - target % n] = values[
+                :, :, source // n, :, n - 1 - source % n
+            ]
 
 
 class CompiledPass:
@@ -169,8 +174,6 @@ class CompiledPass:
         self.scratch_rows = rows = max(rows, self.scratch_rows)
         self.scratch_slots = slots = max(slots, self.scratch_slots)
         model, workers = self.packed.model, self.workers.count
-        heads = model.heads * model.head_dim
-        all_heads = heads + 2 * self.kv_heads * model.head_dim
         widest = max(matrix.encoded_bytes for matrix in self.packed.matrices)
 
         def floats(*shape: int) -> NDArray[np.float32]:
@@ -180,10 +183,10 @@ class CompiledPass:
         self.scratch = Scratch(
             normed=floats(workers, rows, self.padded_width),
             encoded=aligned_zeros((workers, rows, widest)),
-            scores=floats(workers, QUERIES, slots),
+            attention=floats(workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),
             spans=np.zeros((workers, rows, 2), np.int64),
-            heads=floats(rows, all_heads),
-            attended=floats(rows, heads),
+            heads=floats(rows, model.heads + 2 * self.kv_heads, model.head_dim),
+            attended=floats(rows, model.heads, model.head_dim),
             added=floats(rows, self.padded_width),
             gate=floats(rows, self.inner_width),
             up=floats(rows, self.inner_width),

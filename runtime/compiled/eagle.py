@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.compiled.attention import BLOCK
 from sequoia_plan.runtime.compiled.compiled_pass import (
     CompiledCache,
     CompiledModel,
@@ -19,8 +20,8 @@ from sequoia_plan.runtime.compiled.compiled_pass import (
 )
 from sequoia_plan.runtime.compiled.forward import UNIT, project, put_side_by_side
 from sequoia_plan.runtime.compiled.packing import Arena, in_8_bits, pack
-from sequoia_plan.runtime.compiled.vectors import LANES
 from sequoia_plan.runtime.compiled.weights import Embedding, blocks_of, describe, pack_model
+from sequoia_plan.runtime.models.architecture import UNLIMITED
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
 from sequoia_plan.runtime.models.model_state import State, Watch, copied, weights
@@ -48,6 +49,7 @@ class CompiledEagle(CompiledModel):
             packed, config, len(head.weight), draft.rotary_emb, self.dtype, workers=1
         )
         self.embed = Embedding(draft.get_input_embeddings())
+        self.window = draft.window or UNLIMITED
         self.norms = [
             norm.weight.detach().float().numpy()
             for norm in (first.input_layernorm, first.hidden_norm)
@@ -76,8 +78,11 @@ class CompiledEagle(CompiledModel):
 
         `features` float32 [rows, width].
         """
-        places = positions.numpy(), slots.numpy(), visible_slots(mask)
-        return self._read(cache, tokens.numpy(), features.numpy(), *places, logits_to_keep)
+        visible, places = visible_slots(mask), positions.numpy()
+        # the token in a slot has the position of the one before it
+        visible &= np.arange(visible.shape[1]) > places[:, None] - self.window + 1
+        rows = places, slots.numpy(), visible
+        return self._read(cache, tokens.numpy(), features.numpy(), *rows, logits_to_keep)
 
     def _read(
         self, cache: CompiledCache, tokens: NDArray[np.int64], x: NDArray[np.float32],
@@ -104,7 +109,7 @@ class CompiledEagle(CompiledModel):
         mask = draft_pass.mask[:0] if previous is None else draft_pass.mask
         tokens, read_slots, positions, slots, visible = place_rows(
             int(sequence.length), draft_pass.input_slots.numpy(), draft_pass.offsets.numpy(),
-            mask.float().numpy(), sequence.tokens.numpy(),
+            mask.float().numpy(), sequence.tokens.numpy(), self.window,
         )  # fmt: skip
         if previous is None:
             features = cache.features.numpy()[read_slots]
@@ -115,7 +120,7 @@ class CompiledEagle(CompiledModel):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def place_rows(length, input_slots, offsets, mask, tokens):
+def place_rows(length, input_slots, offsets, mask, tokens, window):
     """Of each row: its token, that token's slot, its position, its slot, and which it sees.
 
     `mask` float32 [rows, tree size + 2], or [0, n] for committed tokens.
@@ -123,19 +128,20 @@ def place_rows(length, input_slots, offsets, mask, tokens):
     rows, size = input_slots.shape[0], max(mask.shape[1] - 2, 0)
     of_token, read_slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
     positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    visible = np.zeros((rows, -(-(length + size) // LANES) * LANES), np.bool_)
+    visible = np.zeros((rows, -(-(length + size) // BLOCK) * BLOCK), np.bool_)
     for row in range(rows):
         slot = length + input_slots[row]
         read = max(slot, 0)
         of_token[row], read_slots[row] = tokens[read], read
         positions[row] = max(length + offsets[row] - 1, 0)
         slots[row] = slot if slot >= 0 else length - slot
+        first = positions[row] - window + 2
         if mask.shape[0]:
-            visible[row, 1:length] = True
+            visible[row, max(first, 1) : length] = True
             for node in range(size):
                 visible[row, length + node] = length + node > 0 and mask[row, 1 + node] >= 0
         else:
-            visible[row, min(read, 1) : read + 1] = True
+            visible[row, max(first, min(read, 1)) : read + 1] = True
     return of_token, read_slots, positions, slots, visible
 
 
@@ -157,10 +163,10 @@ def why_not(draft: Any) -> str:
     config = draft.config
     if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT:
         return f"{type(draft).__name__} with heads of {config.head_dim} numbers"
-    if draft.window is not None or any(
+    if len(set(draft.layer_types)) > 1 or any(
         p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()
     ):
-        return "it has a window or biases"
+        return "its layers differ in their window, or it has biases"
     if not all(map(is_as_defined, draft.modules())):
         return "a module has hooks"
     return ""

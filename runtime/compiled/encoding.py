@@ -69,13 +69,7 @@ def encode_group(context, source, numbers, scales, total, number, as_floats):
 
 def _emit_bfloat16(emit: Emitter, source: Any, numbers: Any) -> None:
     """Round 16 float32 numbers to bfloat16, ties to even."""
-    builder = emit.builder
-    bits = emit.load(source, WORDS)
-    sixteen = ir.Constant(WORDS, [16] * LANES)
-    odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(WORDS, [1] * LANES))
-    bits = builder.add(builder.add(bits, odd), ir.Constant(WORDS, [0x7FFF] * LANES))
-    half = builder.trunc(builder.lshr(bits, sixteen), ir.VectorType(ir.IntType(16), LANES))
-    emit.store(half, numbers)
+    emit.store(emit.bfloats(emit.load(source, FLOATS)), numbers)
 
 
 def _emit_copy(emit: Emitter, source: Any, target: Any) -> None:

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sequoia_plan.runtime.compiled.attention import LOG2_E, QUERIES, gate
+from sequoia_plan.runtime.compiled.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.compiled.vectors import LANES, LONG
 
 UNIT = 32
@@ -47,8 +47,8 @@ class Inputs(NamedTuple):
 
     `first` float32 [rows, n]: what the first layer attends to, [0, 0]: the normed `x`; `rotary`
     float32 [positions, 2, head_dim / 2]; `visible` bool [rows, extent]; `keys` [layers, heads,
-    slots / 16, head_dim, 16] and `values` [layers, heads, slots, head_dim], uint16 (bfloat16) or
-    uint32 (float32).
+    slots / BLOCK, head_dim / n, BLOCK, n] and `values` [layers, heads, slots / n, head_dim, n],
+    uint16 (bfloat16, n = 2) or uint32 (float32, n = 1).
     """
 
     x: Any
@@ -62,11 +62,11 @@ class Inputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of a pass; `normed`, `encoded`, `scores` and `spans` are each worker's own."""
+    """Memory of a pass; `normed`, `encoded`, `attention` and `spans` are each worker's own."""
 
     normed: Any
     encoded: Any
-    scores: Any
+    attention: Any
     spans: Any
     heads: Any
     attended: Any
@@ -107,12 +107,6 @@ def call_6(context, function, a, b, c, d, e, f):
 def call_8(context, function, a, b, c, d, e, f, g, h):
     """Call a function of eight int64 by its address."""
     return _calls(8)
-
-
-@intrinsic
-def call_9(context, function, a, b, c, d, e, f, g, h, i):
-    """Call a function of nine int64 by its address."""
-    return _calls(9)
 
 
 @intrinsic
@@ -197,20 +191,21 @@ def rotate(row, cosines, sines, factor):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def bits_for_cache(number, entries):
-    """The bits of a float32 as the cache has them: as they are, or rounded to bfloat16."""
-    if entries.itemsize == 4:
-        return number
-    return (number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))) >> np.uint32(
-        16
-    )
+def put(numbers, entries):
+    """Store the bits of float32 numbers as a cache has them: as they are, or in bfloat16."""
+    for i in range(numbers.shape[0]):
+        number = numbers[i]
+        if entries.itemsize == 2:
+            odd = (number >> np.uint32(16)) & np.uint32(1)
+            number = (number + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        entries[i] = number
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers):
     """Some heads' queries, keys and values; keys and values are then in the cache."""
     num_rows, head_dim, group = inputs.slots.shape[0], model.head_dim, model.heads
-    kv_heads = inputs.keys.shape[1]
+    kv_heads, per_word = inputs.keys.shape[1], inputs.keys.shape[5]
     first_head, end_head = share(group + 2 * kv_heads, worker, workers)
     heads, bits = scratch.heads, scratch.heads.view(np.uint32)
     encoder = 0
@@ -229,25 +224,21 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
             cosines, sines = inputs.rotary[inputs.positions[row]]
             slot = inputs.slots[row]
             for head in range(first, end):
-                values = heads[row, head * head_dim : (head + 1) * head_dim]
+                values, numbers = heads[row, head], bits[row, head]
                 if model.biases.shape[0]:
                     values += model.biases[layer, head * head_dim : (head + 1) * head_dim]
                 if part != VALUE and model.head_norms.shape[0]:
                     normalise(values, model.head_norms[layer, part], model.epsilon, values)
                 if part == QUERY:  # scores are in units of log 2
-                    factor = np.float32(LOG2_E / np.sqrt(head_dim))
-                    rotate(values, cosines, sines, factor)
+                    rotate(values, cosines, sines, np.float32(LOG2_E / np.sqrt(head_dim)))
                 elif part == KEY:
                     rotate(values, cosines, sines, np.float32(1))
-                    block = inputs.keys[layer, head - start, slot // LANES]
-                    for i in range(head_dim):
-                        number = bits[row, head * head_dim + i]
-                        block[i, slot % LANES] = bits_for_cache(number, inputs.keys)
+                    key = inputs.keys[layer, head - start, slot // BLOCK, :, slot % BLOCK]
+                    for place in range(per_word):
+                        put(numbers[place::per_word], key[:, place])
                 else:
-                    entry = inputs.values[layer, head - start, slot]
-                    for i in range(head_dim):
-                        number = bits[row, head * head_dim + i]
-                        entry[i] = bits_for_cache(number, inputs.values)
+                    words = inputs.values[layer, head - start, slot // per_word]
+                    put(numbers, words[:, per_word - 1 - slot % per_word])
         start += count
 
 
@@ -255,42 +246,49 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
 def attend(model, layer, inputs, scratch, worker, workers):
     """Attention of some heads' queries; queries of one cached head go together."""
     num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
-    group = model.heads // kv_heads
-    queries, results = np.empty(QUERIES, np.int64), np.empty(QUERIES, np.int64)
-    seen = np.empty(QUERIES, np.int64)
+    group, spans, visible = model.heads // kv_heads, scratch.spans[worker], inputs.visible
+    bits, scratch_rows = scratch.heads.view(np.uint32), scratch.attention[worker]
+    seen, per_word = np.empty(QUERIES * BATCHES, np.int64), inputs.keys.shape[5]
+    sums = scratch_rows[:, LANES : LANES + head_dim]
+    queries = scratch_rows.view(inputs.keys.dtype)[:, per_word * (LANES + head_dim) :]
     batches = -(-num_rows * group // QUERIES)
-    spans, visible = scratch.spans[worker], inputs.visible
-    first_item, end_item = share(kv_heads * batches, worker, workers)
-    for item in range(first_item, end_item):
+    item, end_item = share(kv_heads * batches, worker, workers)
+    while item < end_item:
         kv_head, batch = item // batches, item % batches
-        start = batch * QUERIES
-        count = min(num_rows * group - start, QUERIES)
+        taken = min(BATCHES, end_item - item, batches - batch)
+        item, start = item + taken, batch * QUERIES
+        count = min(num_rows * group - start, taken * QUERIES)
         first, end = visible.shape[1], 0
+        scratch_rows[:count, : LANES + head_dim] = 0
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
             first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
-            queries[query] = scratch.heads[row, head * head_dim :].ctypes.data
-            results[query] = scratch.attended[row, head * head_dim :].ctypes.data
+            put(bits[row, head], queries[query])
             seen[query] = visible[row].ctypes.data
         seen += first
-        call_9(
-            model.attend, queries.ctypes.data, results.ctypes.data, seen.ctypes.data, count,
-            inputs.keys[layer, kv_head, first // LANES :].ctypes.data,
-            inputs.values[layer, kv_head, first:].ctypes.data, head_dim, (end - first) // LANES,
-            scratch.scores[worker].ctypes.data,
+        call_8(
+            model.attend, seen.ctypes.data, count,
+            inputs.keys[layer, kv_head, first // BLOCK :].ctypes.data,
+            inputs.values[layer, kv_head, first // per_word :].ctypes.data,
+            head_dim, (end - first) // BLOCK, scratch_rows.ctypes.data, scratch_rows.strides[0],
         )  # fmt: skip
+        for query in range(count):
+            row, head = (start + query) // group, kv_head * group + (start + query) % group
+            # the largest weight is 1; a row that sees no slot has none
+            total = max(scratch_rows[query // QUERIES * QUERIES, query % QUERIES], np.float32(1))
+            scratch.attended[row, head] = sums[query] / total
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def find_spans(visible, spans):
-    """For each row, the slots from its first visible one to its last, in multiples of 16."""
+    """For each row, the slots from its first visible one to its last, in whole blocks."""
     for row in range(visible.shape[0]):
         first, end = 0, visible.shape[1]
         while first < end and not visible[row, first]:
             first += 1
         while end > first and not visible[row, end - 1]:
             end -= 1
-        spans[row, 0], spans[row, 1] = first // LANES * LANES, -(-end // LANES) * LANES
+        spans[row, 0], spans[row, 1] = first // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -18,7 +18,6 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 from sequoia_plan.runtime.compiled.vectors import (
-    BFLOATS,
     BYTE,
     FLOAT,
     FLOATS,
@@ -124,7 +123,7 @@ def _emit_tile(
     number, encoding = divmod(kind, 4)
     format = FORMATS[number]
     vectors = format.outputs // LANES
-    totals = [emit.variables(vectors, FLOATS) for _ in range(num_rows)]
+    totals = [emit.variables(vectors) for _ in range(num_rows)]
     emit_group = _emit_integer_group if format.group else _emit_float_group
     with emit.loop(groups) as group:
         starts = [emit.at(rows, (row_bytes, row)) for row in range(num_rows)]
@@ -140,34 +139,14 @@ def _emit_float_group(
     groups: Any, totals: Any,
 ) -> None:  # fmt: skip
     """Add the products of one input, or of two in bfloat16, to the totals."""
-    builder = emit.builder
     vector_bytes = format.block_bytes(encoding) // FLOAT_TILE
-    if encoding == ENCODE_BFLOAT16:
-        for vector in range(FLOAT_TILE):
-            weights = emit.load(
-                emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), WORDS, 64
-            )
-            for row, variables in zip(rows, totals, strict=True):
-                pair = emit.load_splat(emit.at(row, (group, 4)), WORD)
-                total = emit.call(
-                    "llvm.x86.avx512bf16.dpbf16ps.512",
-                    FLOATS,
-                    builder.load(variables[vector]),
-                    builder.bitcast(weights, BFLOATS),
-                    builder.bitcast(pair, BFLOATS),
-                )
-                builder.store(total, variables[vector])
-        return
-    parts = [
-        emit.floats(
-            emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes), format.scale
-        )
-        for vector in range(FLOAT_TILE)
-    ]
-    for row, variables in zip(rows, totals, strict=True):
-        value = emit.load_splat(emit.at(row, (group, 4)), FLOAT)
-        for weights, variable in zip(parts, variables, strict=True):
-            emit.add_product(weights, value, variable)
+    is_pair = encoding == ENCODE_BFLOAT16
+    for vector in range(FLOAT_TILE):
+        place = emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes)
+        weights = emit.load(place, WORDS, 64) if is_pair else emit.floats(place, format.scale)
+        for row, variables in zip(rows, totals, strict=True):
+            number = emit.load_splat(emit.at(row, (group, 4)), WORD if is_pair else FLOAT)
+            emit.add_product(weights, number, variables[vector])
 
 
 def _emit_integer_group(
@@ -246,22 +225,11 @@ def _emit_integer_sum(emit: Emitter, encoding: int, quads: list[Any], numbers: A
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(
-    context,
-    rows,
-    row_bytes,
-    tile,
-    scales,
-    results,
-    result_bytes,
-    groups,
-    kind,
-    num_rows,
+    context, rows, row_bytes, tile, scales, results, result_bytes, groups, count, kind
 ):
-    """See `_emit_tile`."""
-    arguments = (
-        rows, row_bytes, tile, scales, results, result_bytes, groups, kind, num_rows,
-    )  # fmt: skip
-    return emitted(_emit_tile, arguments, literals=2)
+    """See `_emit_tile`; `count`: of rows, up to `MAX_ROWS`."""
+    arguments = rows, row_bytes, tile, scales, results, result_bytes, groups, count, kind
+    return emitted(_emit_tile, arguments, literals=1, counts=MAX_ROWS)
 
 
 @functools.cache
@@ -279,22 +247,7 @@ def multiplier(number: int, encoding: int) -> Any:
             while first < num_rows:
                 x, y = rows + first * row_bytes, results + first * result_bytes
                 left = min(num_rows - first, MAX_ROWS)
-                if left == 1:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 1)
-                elif left == 2:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 2)
-                elif left == 3:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 3)
-                elif left == 4:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 4)
-                elif left == 5:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 5)
-                elif left == 6:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 6)
-                elif left == 7:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 7)
-                else:
-                    multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, kind, 8)
+                multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, left, kind)
                 first += left
             tile += steps * block_bytes
             scales += steps * group_bytes

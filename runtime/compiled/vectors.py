@@ -89,16 +89,46 @@ class Emitter:
         """left * right + total, rounded once."""
         return self.call("llvm.fma.v16f32", FLOATS, left, right, total)
 
-    def variables(self, count: int, kind: ir.Type) -> list[ir.Value]:
-        """Variables that start as zeros; LLVM keeps them in registers."""
-        variables = [cgutils.alloca_once(self.builder, kind) for _ in range(count)]
-        for variable in variables:  # here, not at the function's start: a loop sets them to 0 again
-            self.builder.store(ir.Constant(kind, [0] * LANES), variable)
+    def variables(self, count: int, address: ir.Value | None = None) -> list[ir.Value]:
+        """Vectors, 0 or what is at an address at first; LLVM keeps them in registers."""
+        values = [ir.Constant(FLOATS, [0.0] * LANES)] * count
+        if address:
+            values = self.load_vectors(address, count, FLOATS)
+        variables = [cgutils.alloca_once(self.builder, FLOATS) for _ in values]
+        for value, variable in zip(values, variables, strict=True):
+            self.builder.store(value, variable)  # not at the function's start: a loop does it again
         return variables
 
     def add_product(self, left: ir.Value, right: ir.Value, variable: ir.Value) -> None:
-        """Add left * right to a variable."""
-        self.builder.store(self.fma(left, right, self.builder.load(variable)), variable)
+        """Add left * right to a variable; of pairs of bfloat16 numbers, the upper product first."""
+        builder, total = self.builder, self.builder.load(variable)
+        if left.type == FLOATS:
+            total = self.fma(left, right, total)
+        elif HAS_BFLOAT16_PRODUCTS:
+            pairs = (builder.bitcast(pair, BFLOATS) for pair in (left, right))
+            total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
+        else:
+            upper, bits = (ir.Constant(WORDS, [n] * LANES) for n in (-1 << 16, 16))
+            for half in (lambda x: builder.and_(x, upper), lambda x: builder.shl(x, bits)):
+                left_half, right_half = (builder.bitcast(half(x), FLOATS) for x in (left, right))
+                total = self.fma(left_half, right_half, total)
+        builder.store(total, variable)
+
+    def larger(self, value: ir.Value, bound: ir.Value) -> ir.Value:
+        """The larger of two vectors' numbers; the second one's in place of NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", value, bound), value, bound)
+
+    def bfloats(self, value: ir.Value) -> ir.Value:
+        """float32 numbers rounded to bfloat16, ties to even, as int16."""
+        builder, bits = self.builder, self.builder.bitcast(value, WORDS)
+        sixteen, one, most = (ir.Constant(WORDS, [n] * LANES) for n in (16, 1, 0x7FFF))
+        odd = builder.and_(builder.lshr(bits, sixteen), one)
+        bits = builder.add(builder.add(bits, odd), most)
+        return builder.trunc(builder.lshr(bits, sixteen), ir.VectorType(HALF_WORD, LANES))
+
+    def load_vectors(self, address: ir.Value, count: int, kind: ir.Type) -> list[ir.Value]:
+        """Vectors of 64 bytes that lie side by side."""
+        return [self.load(self.at(address, 4 * LANES * place), kind) for place in range(count)]
 
     @contextmanager
     def loop(self, count: ir.Value) -> Iterator[ir.Value]:
@@ -117,11 +147,15 @@ class Emitter:
         return self.builder.bitcast(bits, FLOATS)
 
 
-def emitted(emit: Callable[..., None], arguments: Sequence[types.Type], literals: int) -> Any:
+def emitted(
+    emit: Callable[..., None], arguments: Sequence[types.Type], literals: int, counts: int = 0
+) -> Any:
     """What an intrinsic returns whose code `emit(emitter, address, ..., literal, ...)` writes.
 
-    The addresses and counts are int64; the last `literals` are known when it is compiled. numba's
-    cache on disk finds functions that call it if both stand at the top of a module.
+    The addresses and counts are int64; the last `literals` are known when it is compiled. With
+    `counts`, the argument before these is a count from 1 to `counts`: there is code for each, with
+    the count as the last literal. numba's cache on disk finds functions that call it if both stand
+    at the top of a module.
     """
     constants = arguments[len(arguments) - literals :]
     if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
@@ -130,7 +164,12 @@ def emitted(emit: Callable[..., None], arguments: Sequence[types.Type], literals
     num_values = len(arguments) - literals
 
     def codegen(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
-        emit(Emitter(builder), *values[:num_values], *numbers)
+        if not counts:
+            emit(Emitter(builder), *values[:num_values], *numbers)
+        *addresses, count = values[:num_values]
+        for number in range(1, counts + 1):
+            with builder.if_then(builder.icmp_unsigned("==", count, LONG(number))):
+                emit(Emitter(builder), *addresses, *numbers, number)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * num_values, *constants), codegen

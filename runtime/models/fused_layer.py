@@ -79,7 +79,7 @@ def _replaced_parts(layer: Any) -> list[nn.Module]:
 
 
 def in_joined_order(names: Iterable[str]) -> list[str]:
-    """Names of a layer's weights, those first that are joined; a prefix of them does not count.
+    """Names of layers' weights, those first that are joined, layer by layer.
 
     Weights that lie in memory in this order are joined without a copy.
     """
@@ -87,7 +87,12 @@ def in_joined_order(names: Iterable[str]) -> list[str]:
     return sorted(
         names,
         key=lambda name: min(
-            (rank for joined, rank in ranks.items() if name.endswith(joined)), default=len(ranks)
+            (
+                (name.removesuffix(joined), rank)
+                for joined, rank in ranks.items()
+                if name.endswith(joined)
+            ),
+            default=("~", 0),
         ),
     )
 

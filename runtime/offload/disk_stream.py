@@ -5,11 +5,13 @@ the first ones, so the slots fill while the next tree is drafted.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import round_up
@@ -36,7 +38,12 @@ class DiskStream(WeightStream):
     can_be_captured = False  # the host waits for its threads, and copies memory that is not pinned
 
     def __init__(
-        self, file: WeightFile, blocks: Sequence[WeightBlock], slots: int, device: torch.device
+        self,
+        file: WeightFile,
+        blocks: Sequence[WeightBlock],
+        slots: int,
+        device: torch.device,
+        expert_bytes: int = 0,
     ) -> None:
         self.file, self.blocks = file, list(blocks)
         self.bytes = sum(block.size for block in blocks)
@@ -55,7 +62,13 @@ class DiskStream(WeightStream):
         self.reads: list[list[Future[None]]] = [[] for _ in self.memory]
         """The reads of that layer, a chunk each."""
         self.routed: list[Sequence[Place]] = [() for _ in blocks]
-        """Tensors of each layer, at its block's end, of which a pass reads the rows it needs."""
+        """Tensors of each layer with a row for each expert; a pass reads those that it chooses."""
+        self.expert_bytes = expert_bytes
+        """Memory for experts that stay in it."""
+        self.counts: Counter[tuple[int, int]] = Counter()
+        """How often each expert was chosen so far, by its layer and row."""
+        self.kept: dict[tuple[int, int], list[Tensor]] = {}
+        """The experts that stay in memory, once a pass has read them, and their weights."""
         for layer in range(len(self.memory)):
             self._begin_reads(layer)
 
@@ -80,23 +93,49 @@ class DiskStream(WeightStream):
         self.bytes = self.sizes[slot] + (self.bytes if layer else 0)
         self._to_device(slot, 0, self.sizes[slot])
 
-    def read_rows(self, layer: int, rows: Sequence[int]) -> None:
-        """Read these rows of the layer's routed tensors, unless the slot has the whole block."""
+    def read_chosen(self, layer: int, chosen: Tensor) -> None:
+        """Bring a layer's chosen experts into its slot, unless that has the whole block."""
         slot = layer % len(self.memory)
-        if self.sizes[slot] == self.blocks[layer].size:
-            return
-        parts = []
-        for place in self.routed[layer]:
-            row_size = place.size // place.shape[0]
-            for start in (place.start + row * row_size for row in rows):
-                first = start // ALIGNMENT * ALIGNMENT
-                parts.append((first, round_up(start + row_size, ALIGNMENT)))
+        counts = Counter((layer, row) for row in chosen.flatten().tolist())
+        self.counts.update(counts)
+        parts = [
+            (start // ALIGNMENT * ALIGNMENT, round_up(start + weights.nbytes, ALIGNMENT))
+            for expert in counts
+            if self.sizes[slot] == 0 and not self.kept.get(expert)
+            for weights in self._weights(*expert)
+            for start in [weights.data_ptr() - self.memory[slot].data_ptr()]
+        ]
         self.reads[slot] = self._submit(layer, parts)
+        kept = self.kept.keys() & counts
+        for expert in kept:
+            for weights, copy in zip(self._weights(*expert), self.kept[expert], strict=False):
+                weights.copy_(copy)
         for read in self.reads[slot]:
             read.result()
         for start, end in parts:
             self._to_device(slot, start, end)
+        for expert in kept:
+            self.kept[expert] = self.kept[expert] or [w.clone() for w in self._weights(*expert)]
         self.bytes += sum(end - start for start, end in parts)
+
+    def keep_most_chosen(self, counts: Sequence[int] = ()) -> None:
+        """Let the experts that were chosen most often stay in memory, as many as fit.
+
+        Without counts, or with those of another model: by the stream's own count.
+        """
+        experts = sorted(self.counts)
+        if len(counts) != len(experts):
+            counts = [self.counts[expert] for expert in experts]
+        self.expert_counts = counts
+        sizes = [sum(weights.nbytes for weights in self._weights(*expert)) for expert in experts]
+        ranked = sorted(zip([-count for count in counts], experts, strict=True))
+        number = self.expert_bytes // max(sizes, default=1)
+        self.kept = {expert: self.kept.get(expert, []) for _, expert in ranked[:number]}
+
+    def _weights(self, layer: int, row: int) -> list[Tensor]:
+        """An expert's rows of its layer's routed tensors, in their slot."""
+        memory = self.memory[layer % len(self.memory)]
+        return [place.view(memory)[row] for place in self.routed[layer]]
 
     def release(self, layer: int) -> None:
         """Let the slot of this layer be filled again: the pass has used its weights."""
@@ -118,9 +157,8 @@ class DiskStream(WeightStream):
         """Let the threads read a layer's block into its slot, after what they read already."""
         slot = layer % len(self.memory)
         self.layer_in_slot[slot], block = layer, self.blocks[layer]
-        size = block.size  # to be checked, it is read whole once
-        if block in self.checked_blocks and self.routed[layer]:
-            size = round_up(min(place.start for place in self.routed[layer]), ALIGNMENT)
+        # to be checked, a block is read whole once
+        size = 0 if block in self.checked_blocks and self.routed[layer] else block.size
         self.sizes[slot] = size
         starts = range(0, size, CHUNK_BYTES)
         parts = [(start, min(start + CHUNK_BYTES, size)) for start in starts]
@@ -140,7 +178,7 @@ class DiskStream(WeightStream):
 
     def _read(self, layer: int, start: int, end: int) -> None:
         """Read a part of a layer's block."""
-        if layer == start == 0:
+        if layer == 0:
             self.file.check_unchanged()
         block, memory = self.blocks[layer], self.host_views[layer % len(self.memory)]
         self.file.read(block.offset + start, memory[start:end])

@@ -34,6 +34,7 @@ class MemorySplit:
     outside_bytes: int
     draft_bytes: int
     cache_bytes: int
+    slots: int
     slot_bytes: int
     resident_layers: tuple[int, ...]
     resident_bytes: int
@@ -61,14 +62,20 @@ def split_memory(
     cache_bytes: int,
     layer_sizes: list[int],
     copy_size: int = 0,
+    by_expert: bool = False,
 ) -> MemorySplit:
-    """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile."""
+    """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile.
+
+    `by_expert`: keep experts instead. What a layer needs is then known when it is computed, so
+    nothing is read ahead, and one slot is enough.
+    """
     num_layers, total_bytes = len(layer_sizes), sum(layer_sizes)
-    max_size, slot_bytes = max(layer_sizes), 0
+    max_size, slot_bytes, expert_bytes = max(layer_sizes), 0, 0
+    slots = 1 if by_expert else SLOTS
     fixed_bytes = outside_bytes + draft_bytes + cache_bytes
     num_resident = num_layers
     if fixed_bytes + total_bytes > memory:
-        slot_bytes, copy_bytes = SLOTS * max_size, copy_size * num_layers
+        slot_bytes, copy_bytes = slots * max_size, copy_size * num_layers
         needed_bytes = fixed_bytes + slot_bytes + copy_bytes
         if needed_bytes > memory:
             raise SequoiaPlanError(
@@ -76,18 +83,21 @@ def split_memory(
                 f"{format_bytes(needed_bytes)}: {format_bytes(outside_bytes)} for embeddings and "
                 f"head, {format_bytes(draft_bytes + copy_bytes)} for the draft, "
                 f"{format_bytes(cache_bytes)} for KV caches, {format_bytes(slot_bytes)} for "
-                f"{SLOTS} layers at a time"
+                f"{slots} layers at a time"
             )
         num_resident -= 1
-        if max_size > copy_size:  # a resident layer needs no copy
+        if by_expert:
+            num_resident, expert_bytes = 0, memory - needed_bytes
+        elif max_size > copy_size:  # a resident layer needs no copy
             num_resident = min((memory - needed_bytes) // (max_size - copy_size), num_resident)
     resident_layers = tuple(int((i + 0.5) * num_layers / num_resident) for i in range(num_resident))
-    resident_bytes = sum(layer_sizes[layer] for layer in resident_layers)
+    resident_bytes = expert_bytes + sum(layer_sizes[layer] for layer in resident_layers)
     return MemorySplit(
         memory,
         outside_bytes,
         draft_bytes + copy_size * (num_layers - num_resident),
         cache_bytes,
+        slots,
         slot_bytes,
         resident_layers,
         resident_bytes,

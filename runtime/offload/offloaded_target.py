@@ -9,12 +9,13 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.weight_stream import WeightStream
@@ -28,13 +29,12 @@ from sequoia_plan.runtime.models.loading import (
     load_whole,
     not_loadable,
     refuse_shapes,
-    refuse_unread,
 )
 from sequoia_plan.runtime.models.metadata import sampled_positions
 from sequoia_plan.runtime.models.pretrained import local_folder, name_of
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
-from sequoia_plan.runtime.offload.memory import SLOTS, MemorySplit
+from sequoia_plan.runtime.offload.memory import MemorySplit
 from sequoia_plan.runtime.offload.streamed_layers import (
     attach_stream,
     routed_tensors,
@@ -56,7 +56,7 @@ class OffloadedTarget:
     """A target whose layers are in a file; everything outside them, and their norms, is in memory.
 
     `place` loads the layers, or lets them be streamed. Norms are small, and a fused layer computes
-    with values that it derives from their weights.
+    with values that it derives from their weights. Of a mixture, all but the experts is in memory.
     """
 
     def __init__(self, source: str | None, device: str, dtype: torch.dtype) -> None:
@@ -77,23 +77,23 @@ class OffloadedTarget:
                 )
         self.device = torch.device(device)
         self.layers_name, self.layers = decoder_layers(self.model)
+        self.routed = set(routed_tensors(self.model))
         self.file = self._open_weight_file(folder, dtype)
         outside_block = self.file.blocks[0]
-        outside = self._load(outside_block)
-        self.norms = {name: outside[name] for name in outside.keys() & self._norm_names()}
+        self.outside = outside = self._load(outside_block)
         set_parameters(self.model, outside)
         self.model.tie_weights()
         self.outside_bytes = outside_block.size
 
     def layer(self, number: int) -> dict[str, Tensor]:
-        """One layer's tensors by their names in the layer: norms, and the others from the file."""
+        """One layer's tensors by their names in the layer, those of its block from the file."""
         prefix = f"{self.layers_name}.{number}."
-        norms = {
+        in_memory = {
             name.removeprefix(prefix): tensor
-            for name, tensor in self.norms.items()
+            for name, tensor in self.outside.items()
             if name.startswith(prefix)
         }
-        return norms | self._load(self._layer_block(number))
+        return in_memory | self._load(self._layer_block(number))
 
     def place(self, split: MemorySplit, link: str, fused: bool = True) -> int:
         """Load the resident layers, and stream the others."""
@@ -101,9 +101,13 @@ class OffloadedTarget:
         proven = try_kinds(self.layers, self.layer) if fused else {}
         for number in split.resident_layers:
             set_parameters(self.layers[number], self.layer(number))
-        numbers = [n for n in range(len(self.layers)) if n not in split.resident_layers]
+        numbers = [
+            number
+            for number, size in enumerate(self.layer_sizes())
+            if size and number not in split.resident_layers
+        ]
         blocks = [self._layer_block(number) for number in numbers]
-        stream = self._open_stream(blocks, link)
+        stream = self._open_stream(blocks, split, link)
         if stream is not None:
             view_slots(stream, [self.layers[number] for number in numbers], blocks)
         num_fused = fuse(self.model, proven) if fused else 0
@@ -129,14 +133,16 @@ class OffloadedTarget:
         """Read a block onto the device that computes; its tensors lie there as in the file."""
         return block.views(self.file.memory_of(block).to(self.device))
 
-    def _open_stream(self, blocks: list[WeightBlock], link: str) -> WeightStream | None:
+    def _open_stream(
+        self, blocks: list[WeightBlock], split: MemorySplit, link: str
+    ) -> WeightStream | None:
         """The stream that brings these blocks in every pass; None, and no open file, for none."""
         if not blocks:
             self.file.close()
             return None
         if link == "disk":
-            return DiskStream(self.file, blocks, SLOTS, self.device)
-        return HostStream(pinned_blocks(self.file, blocks), SLOTS, self.device)
+            return DiskStream(self.file, blocks, split.slots, self.device, split.resident_bytes)
+        return HostStream(pinned_blocks(self.file, blocks), split.slots, self.device)
 
     def _norm_names(self) -> set[str]:
         """Names of the weights of the layers' norms in the model."""
@@ -163,10 +169,11 @@ class OffloadedTarget:
         source = _source_fingerprint(folder, layout)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with exclusive_lock(path):
+            with exclusive_lock(path), TemporaryDirectory(dir=path.parent) as scratch:
                 with contextlib.suppress(SequoiaPlanError):  # none, or not of these weights
                     return WeightFile(path, source)
-                write_weights(path, layout, self._tensor_reader(folder, layout, dtype), source)
+                reader = self._tensor_reader(folder, layout, dtype, scratch)
+                write_weights(path, layout, reader, source)
                 return WeightFile(path, source)
         except OSError as error:
             raise SequoiaPlanError(
@@ -175,55 +182,53 @@ class OffloadedTarget:
             ) from error
 
     def _layout(self) -> list[dict[str, Tensor]]:
-        """The tensors of each block: those outside the layers and norms, then those of each layer.
+        """The tensors of each block: those that stay in memory, then the others of each layer.
 
-        A layer's have the order in which a fused layer joins them; those of experts come last.
+        A layer's have the order in which a fused layer joins them.
         """
         blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
         prefix, norm_names = f"{self.layers_name}.", self._norm_names()
-        tensors, routed = _saved_tensors(self.model), set(routed_tensors(self.model))
-        for name in sorted(in_joined_order(tensors), key=routed.__contains__):
-            block_number = 0
-            if name.startswith(prefix) and name not in norm_names:
+        tensors = _saved_tensors(self.model)
+        for name in in_joined_order(tensors):
+            block_number, stays = 0, name in norm_names
+            if self.routed:
+                stays = name not in self.routed
+            if name.startswith(prefix) and not stays:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
             blocks[block_number][name] = tensors[name]
         return blocks
 
     def _tensor_reader(
-        self, folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype
+        self, folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype, scratch: str
     ) -> Callable[[str], Tensor]:
-        """A function that returns a tensor by its name in the model.
+        """A function that returns a tensor by its name in the model; one at a time is in memory.
 
-        If the folder's safetensors files have the model's own names, one tensor at a time is in
-        memory. Otherwise transformers loads the whole model, as it must for layouts that it
-        converts. It has already loaded a quantised one.
+        Those that transformers converts, it writes into `scratch`. It has already loaded a
+        quantised model.
         """
         tensors = {name: tensor for block in layout for name, tensor in block.items()}
         if not any(tensor.is_meta for tensor in tensors.values()):
             return tensors.__getitem__
-        try:
-            paths = sorted(folder.glob("*.safetensors"))
-            files = [safe_open(path, framework="pt") for path in paths]
-        except Exception as error:
-            raise not_loadable(folder, error) from error
-        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        if file_of.keys() >= tensors.keys():
-            in_files = {name: file_of[name].get_slice(name).get_shape() for name in tensors}
-            shapes = ((name, in_files[name], tensors[name].shape) for name in tensors)
-            refuse_shapes(folder, (s for s in shapes if list(s[1]) != list(s[2])))
-            refuse_unread(folder, self.model, file_of.keys() - self.model.state_dict().keys())
-            first_names: dict[int, str] = {}
-            for name, parameter in self.model.named_parameters(remove_duplicate=False):
-                tied = first_names.setdefault(id(parameter), name)
-                other = file_of[name].get_tensor(name) if name in file_of and tied != name else None
-                if other is not None and not other.equal(file_of[tied].get_tensor(tied)):
-                    raise SequoiaPlanError(
-                        f"{folder}: tensor {name} differs from {tied}, which its config.json says "
-                        "is the same; set tie_word_embeddings to false there"
-                    )
-            return lambda name: file_of[name].get_tensor(name)
-        whole_model = _saved_tensors(load_whole(folder, dtype))
-        return lambda name: whole_model[name].detach()
+        whole_model = load_whole(folder, dtype, offload_folder=scratch)
+        saved = whole_model.state_dict()
+
+        def load(name: str) -> Tensor:
+            if not saved[name].is_meta:
+                return saved[name]
+            tensor = load_offloaded_parameter(whole_model, name)
+            shapes = name, tensor.shape, saved[name].shape
+            refuse_shapes(folder, [shapes] if shapes[1] != shapes[2] else [])
+            return tensor
+
+        first_names: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            tied = first_names.setdefault(id(parameter), name)
+            if tied != name and not load(name).equal(load(tied)):
+                raise SequoiaPlanError(
+                    f"{folder}: tensor {name} differs from {tied}, which its config.json says "
+                    "is the same; set tie_word_embeddings to false there"
+                )
+        return load
 
 
 def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -44,7 +44,7 @@ class _RoutedHook(_StreamHook):
         """Call the stream's method with the layer and the experts."""
         inputs = (*args, *options.values())
         chosen = next(x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point())
-        self.method(self.layer, chosen.unique().tolist())
+        self.method(self.layer, chosen)
 
 
 def view_slots(
@@ -70,10 +70,12 @@ def attach_stream(
         layer.register_forward_pre_hook(_StreamHook(stream.wait_for, number))
         layer.register_forward_hook(_StreamHook(stream.release, number))
         if isinstance(stream, DiskStream) and (names := routed_tensors(layer)):
-            stream.routed[number] = [block.tensors[name] for name in names]
+            stream.routed[number] = places = [block.tensors[name] for name in names]
+            stream.counts.update({(number, row): 0 for row in range(places[0].shape[0])})
             experts = layer.get_submodule(names[0].rpartition(".")[0])
-            hook = _RoutedHook(stream.read_rows, number)
+            hook = _RoutedHook(stream.read_chosen, number)
             experts.register_forward_pre_hook(hook, with_kwargs=True)
+    stream.keep_most_chosen()
     register_stream(model, stream)
     finalize(model, stream.close)
 

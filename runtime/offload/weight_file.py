@@ -149,7 +149,7 @@ def aligned_memory(size: int) -> Tensor:
 def bytes_of(memory: Tensor) -> memoryview:
     """A CPU tensor (uint8) as a buffer to read into."""
     view: memoryview = memory.numpy().data
-    return view.cast("B")
+    return view.cast("B") if memory.numel() else view
 
 
 def _read_blocks(path: Path, source: str | None) -> tuple[WeightBlock, ...]:
@@ -235,7 +235,7 @@ def _write_block(
     for name, expected in tensors.items():
         tensor = load(name).to(device="cpu", dtype=expected.dtype)
         tensor = tensor.reshape(expected.shape).contiguous()
-        data = bytes_of(tensor.view(-1).view(torch.uint8)) if tensor.numel() else b""
+        data = bytes_of(tensor.view(-1).view(torch.uint8))
         file.write(data)
         checksum = zlib.crc32(data, checksum)
         places[name] = Place(dtype_name(expected.dtype), tuple(expected.shape), size)

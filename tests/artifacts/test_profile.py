@@ -18,12 +18,12 @@ from sequoia_plan.artifacts import (
     SequoiaPlanError,
     TokenTree,
 )
+from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.artifacts.plan import provenance
 from sequoia_plan.artifacts.tree_file import from_bytes, to_bytes
 
 PROFILE = Profile(
     acceptance=Acceptance.given((0.5, 0.125)),
-    effective_trials=800,
     latency=Latency({1: 0.04, 2: 0.041, 8: 0.06}, {1: 0.004, 8: 0.005}, 0.001, 128),
     settings={"temperature": 0.6, "top_p": 1.0, "verifier": "sequoia"},
     models={"target": {"name": "t", "digest": "00", "dtype": "float32"}},
@@ -34,19 +34,19 @@ PROFILE = Profile(
 @given(acceptance_vectors(), st.dictionaries(st.integers(1, 9), st.floats(1e-6, 10), max_size=5))
 def test_profile_round_trip_any_numbers(acceptance, curve):
     given = Acceptance.given(acceptance)
-    profile = Profile(given, 3, Latency({1: 0.5} | curve, {2: 0.1} | curve, 0.0, 7))
+    profile = Profile(given, Latency({1: 0.5} | curve, {2: 0.1} | curve, 0.0, 7))
     assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
 
 
 def test_profile_hash_is_of_the_content():
     """Comments and layout do not change it; every number does."""
-    for trials, is_same in (("  800", True), (" 801", False)):
-        text = "# comment\n" + PROFILE.to_yaml().replace("trials: 800", f"trials:{trials}")
+    for context, is_same in (("  128", True), (" 129", False)):
+        text = "# comment\n" + PROFILE.to_yaml().replace("context: 128", f"context:{context}")
         assert (Profile.from_bytes(text.encode(), "p").sha256 == PROFILE.sha256) == is_same
 
 
-def with_counts(counts, **kinds):
-    return replace(PROFILE, acceptance=Acceptance.counted(counts), kinds=kinds)
+def with_counts(counts, **prompts):
+    return replace(PROFILE, acceptance=Acceptance.counted(counts), prompts=prompts)
 
 
 ROOT = [[300.25, 75.0], [0.0, 0.0]]
@@ -57,8 +57,8 @@ BY_CLASS = with_counts(
 BY_KIND = with_counts(
     BY_LEVEL.acceptance.counts,
     **{
-        "code": Counts([[350], [200]], [[[200.25, 50.0]], [[99.75, 25.0]]]),
-        "no: 1": Counts([[250], [0]], [[[100.0, 25.0]], [[0.0, 0.0]]]),
+        "code": (ClassCounts(350, (200.25, 50.0)), ClassCounts(200, (99.75, 25.0))),
+        "no: 1": (ClassCounts(250, (100.0, 25.0)),),
     },
 )
 COUNTED = {"by level": BY_LEVEL, "by class": BY_CLASS, "by kind": BY_KIND}
@@ -89,9 +89,9 @@ def test_rates_are_those_of_the_counts():
         ("by class", "trials: 790", "trials: 2400", r"\[1\]: .* of -400 trials on the spine"),
         ("by class", "trials: 790", "trials: 1200", "1010.5 of 800 trials on the spine"),
         ("by class", "[158.0, 79.0]", "[800.0, 80.0]", "880 of 790 trials off the spine"),
-        ("by kind", "trials: 350", "trials: 340", "kinds: found trials that do not add up"),
-        ("by kind", "[100.0, 25.0]", "[300.0, 25.0]", "kinds.* 325 of 250 trials"),
-        ("by kind", "code:", "c" * 61 + ":", "key in kinds: expected `str` matching"),
+        ("by kind", "trials: 350", "trials: 340", "prompts: found trials that do not add up"),
+        ("by kind", "[100.0, 25.0]", "[300.0]", "prompts: .*the same ranks"),
+        ("by kind", "code:", "c" * 61 + ":", "key in prompts: expected `str` matching"),
     ],
 )
 def test_counts_are_checked(counted, old, new, message):
@@ -118,7 +118,6 @@ def test_a_plan_says_where_it_comes_from():
     assert plan.to_dict() == {
         "tool": f"sequoia-plan {version('sequoia-plan')}",
         "profile_sha256": PROFILE.sha256,
-        "effective_trials": 800,
         "settings": {"temperature": 0.6, "top_p": 1.0, "verifier": "sequoia"},
         "models": {"target": {"name": "t", "digest": "00", "dtype": "float32"}},
         "hardware": {"device": "cpu", "threads": 2},

@@ -55,6 +55,22 @@ def test_paragraphs(tmp_path):
     assert load(tmp_path / "p.txt") == [Prompt("[1, 2"), Prompt("{curly} braces")]
 
 
+def test_prompts_are_drawn_evenly_over_kinds_and_over_the_file(tmp_path):
+    """From a file with one kind after the other, the first prompts are of all kinds and places."""
+    lines = [{"turns": [f"{kind} {i}"], "category": kind} for kind in "abcdef" for i in range(16)]
+    lines += [{"text": "rare", "kind": "rare"}, {"text": "rarer", "kind": "rarer"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prompts = load(tmp_path / "p.jsonl")
+    halves = measuring_half(prompts), held_out_half(prompts)
+    assert sorted(p.text for half in halves for p in half) == sorted(p.text for p in prompts)
+    for half in halves:
+        assert len(half) == 49
+        assert [prompt.kind for prompt in half[7:49]] == list("abcdef") * 7
+        numbers = [int(prompt.text[2:]) for prompt in half if prompt.kind == "c"]
+        assert sorted(numbers[:4]) == [numbers[0] + n for n in (0, 4, 8, 12)]
+    assert [half[6].kind for half in halves] == ["rare", "rarer"]
+
+
 def test_halves_and_encoding():
     prompts = list(map(Prompt, "abcd"))
     assert measuring_half(prompts) == prompts[::2] and held_out_half(prompts) == prompts[1::2]

@@ -21,6 +21,7 @@ from sequoia_plan.artifacts import (
     load_tree,
     save_tree,
 )
+from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.planner.cli import pair as cli_pair
 from sequoia_plan.planner.cli import profiling
 from sequoia_plan.planner.cli.pair import when_numba_compiles
@@ -30,7 +31,6 @@ from sequoia_plan.runtime import Sampling
 
 PROFILE = Profile(
     Acceptance.given((0.5, 0.125, 0.05)),
-    800,
     Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
 )
 SHORT = ("--max-new-tokens", "8", "--dtype", "float32", "--json")
@@ -78,21 +78,28 @@ def test_show_says_what_other_prompts_may_give(run):
     replace(
         Profile.load("profile.yaml"),
         acceptance=Acceptance.counted(Counts([[400]], [[[180, 40]]])),
-        effective_trials=300,
-        kinds={name: Counts([[100]], [[[10 * int(name), 10]]]) for name in "3456"},
+        prompts={
+            name: [ClassCounts(50, (5 * int(name) + n, 5)) for n in (-1, 1)] for name in "3456"
+        },
     ).save("profile.yaml")
-    text = run("solve", *LIMITS).stdout
+    lines = run("solve", *LIMITS).stdout.splitlines()
     plan = load_tree("tree.safetensors").plan
-    low, high = plan.interval_new_kind.expected_tokens
-    inner_low, inner_high = plan.interval.expected_tokens
-    assert low < inner_low < plan.expected_tokens < inner_high < high
-    assert f"prompts of a new kind   {low:.3f} to {high:.3f} tokens a step, " in text
+    low, high = plan.interval_new_kind.predicted_speedup
+    inner_low, inner_high = plan.interval.predicted_speedup
+    assert low < inner_low < plan.median_speedup < inner_high < high
+    assert lines[1].startswith(f"predicted speed-up      {low:.2f}x to {high:.2f}x over plain")
+    ends = f"(95 %: {inner_low:.2f} to {inner_high:.2f})"
+    assert (
+        lines[2]
+        == f"for the profiled mix    {plan.median_speedup:.2f}x {ends}, the median over prompts"
+    )
+    assert lines[3].startswith(f"  3                     {plan.speedup_by_kind['3']:.2f}x (95 %: ")
 
 
 def test_solve_says_when_to_count_again(run):
     """For trees of more than 16 nodes, unless a tree of at least half their size wrote the text."""
     counts = Counts([[600], [200]], [[[300, 120, 60]], [[100, 40, 20]]])
-    counted = Profile(Acceptance.counted(counts), 800)
+    counted = Profile(Acceptance.counted(counts))
     for profile, size, note in (
         (counted, 16, ""),
         (counted, 17, "counted with a small tree, which"),
@@ -264,7 +271,7 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     outputs = [entry["output"] for entry in printed["also"]]
     assert outputs == ["measured-context=128.yaml"]
     assert profile.latency.context == 40 and Profile.load(outputs[0]).latency.context == 128
-    assert printed["effective_trials"] == profile.effective_trials
+    assert printed["prompts"] == {"all": 2}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     chosen = Sampling(temperature=0.7, top_k=40, verifier="traversal")
     assert profile.settings == chosen.settings()

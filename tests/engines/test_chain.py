@@ -14,10 +14,10 @@ from sequoia_plan.engines.chain import (
     effective_trials,
     survival_probs,
 )
-from sequoia_plan.engines.plan import ChainAcceptance, StepSeconds
+from sequoia_plan.engines.plan import ChainAcceptance, Drafting, StepSeconds
 from sequoia_plan.engines.planning import make_plan
 from sequoia_plan.engines.timing import StepTimes, step_times
-from sequoia_plan.engines.workload import Drafting, EngineRun, RunKind
+from sequoia_plan.engines.workload import EngineRun, RunKind
 
 AGREEMENT = np.array([0.45, 0.7, 0.85, 0.6, 0.75])
 
@@ -170,13 +170,11 @@ def test_times_between_those_measured_are_on_the_line():
     times = StepTimes(tuple(StepSeconds(*row) for row in rows))
     for (batch, length), seconds in {
         (1, 3): 0.14,
-        (1, 7): 0.22,
         (1, 0): 0.05,  # not on the line of the other lengths
         (2, 1): 0.12,
         (4, 3): 0.16,
     }.items():
         assert times.seconds_and_error(batch, length)[0] == pytest.approx(seconds)
-    assert times.is_timed(1, 5) and not times.is_timed(1, 3)
 
 
 @pytest.mark.parametrize("lengths", [[0], [2, 3], [0, 2, 2]])

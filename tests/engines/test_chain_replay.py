@@ -5,10 +5,21 @@ import random
 import pytest
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines.chain_replay import ChainStep, LookupText, drafted_text, earlier_matches
-from sequoia_plan.engines.workload import Drafting
+from sequoia_plan.engines.chain_replay import (
+    ChainStep,
+    DraftedText,
+    Proposal,
+    ReplayModel,
+    drafted_text,
+    earlier_matches,
+)
+from sequoia_plan.engines.plan import ChainAcceptance, Drafting
 
 LIMIT = 60
+
+
+def proposed(*probs):
+    return [Proposal(prob, False) for prob in probs]
 
 
 class Drafted:
@@ -51,7 +62,7 @@ class Drafted:
 def test_a_replay_is_what_the_server_does(seed):
     drafted = Drafted(seed)
     steps, chains = drafted.decode(24, 0.0, LIMIT + 24)
-    text = drafted_text(steps, iter(chains), LIMIT)
+    text = drafted_text(steps, (proposed(*chain) for chain in chains), LIMIT)
     for max_length in (1, 2, 3, 5, 8):
         for min_prob in (0.0, 0.3, 0.6, 0.9):
             expected, _ = drafted.decode(max_length, min_prob)
@@ -72,23 +83,24 @@ def test_cutting_the_chains_would_be_wrong():
 
 def test_a_chain_that_was_accepted_whole_is_taken_to_go_on():
     steps = [ChainStep(2, 2, 3), ChainStep(2, 0, 1)]
-    text = drafted_text(steps, iter([[0.9, 0.8], [0.7, 0.2]]), 20)
-    assert text.proposals == [(0.9, True), (0.8, True), (0.8, True), (0.7, False)]
+    text = drafted_text(steps, iter([proposed(0.9, 0.8), proposed(0.7, 0.2)]), 20)
+    assert [p[:2] for p in text.proposals] == [(0.9, True), (0.8, True), (0.8, True), (0.7, False)]
     assert text.tails == {3: [0.2]}
 
 
 def test_a_text_ends_where_the_server_reports_two_steps_as_one():
     """The chains of its later steps are used up, so that those of the next text are known."""
     steps = [ChainStep(2, 1, 2), ChainStep(4, 1, 5, is_single=False), ChainStep(2, 2, 3)]
-    chains = iter([[0.9, 0.8], [0.7, 0.2], [0.5, 0.5], [0.4, 0.3], [0.6]])
+    probs = ((0.9, 0.8), (0.7, 0.2), (0.5, 0.5), (0.4, 0.3), (0.6,))
+    chains = iter([proposed(*chain) for chain in probs])
     text = drafted_text(steps, chains, 20)
-    assert text.proposals == [(0.9, True), (0.8, False)] and text.tails == {1: []}
-    assert next(chains) == [0.6]
+    assert [p[:2] for p in text.proposals] == [(0.9, True), (0.8, False)]
+    assert text.tails == {1: []} and next(chains) == proposed(0.6)
 
 
 def test_a_log_that_disagrees_with_the_timings_is_one_line():
     with pytest.raises(SequoiaPlanError, match="log has fewer drafted tokens than its timings"):
-        drafted_text([ChainStep(2, 1, 2)], iter([[0.9]]), 20)
+        drafted_text([ChainStep(2, 1, 2)], iter([proposed(0.9)]), 20)
 
 
 def draft_of_llama_cpp(tokens, sampled, size, length):
@@ -129,8 +141,8 @@ def test_a_lookup_is_what_llama_cpp_does(seed):
                 accepted += 1
             expected.append(ChainStep(len(draft), accepted, min(accepted + 1, 100 - index)))
             index += accepted + 1
-        text = LookupText(prompt, generated, limit)
-        assert text.replay(Drafting(length, lookup_size=size)) == expected
+        text = DraftedText(limit, prompt, generated)
+        assert text.replay(Drafting(lookup_size=size, lookup_length=length)) == expected
         assert any(step.accepted for step in expected) or length < 2
 
 
@@ -138,3 +150,29 @@ def test_a_lookup_skips_the_match_that_is_the_pattern_itself():
     # the pattern 7 8 at the end occurs at 1, and at its own place
     assert earlier_matches([0, 7, 8, 5, 7, 8], 2)[-1] == 1
     assert earlier_matches([0, 7, 8, 5, 7, 9], 2)[-1] == 0
+
+
+def test_a_lookup_goes_before_the_draft():
+    """Where both draft, the text ends where the draft met another one; the control is either alone.
+
+    A period of five tokens is copied; the draft is right in the two tokens after it.
+    """
+    tokens = [*range(5), *range(5), *range(5), 90, 91, 92, 93, 7, 8]
+    proposals = [Proposal(0.9, t in (91, 92), (t if t in (91, 92) else 99,)) for t in tokens[1:]]
+    proposals[-1] = Proposal(0.9, True, (99,))  # the draft met another token at the end
+    text = DraftedText(40, (50, 51), tokens, proposals)
+    assert text.num_shared == len(tokens) - 2
+    chain, lookup = Drafting(2), Drafting(lookup_size=2, lookup_length=3)
+    joined = Drafting(2, 0.0, 2, 3)
+    num_steps = [len(text.replay(each)) for each in (chain, lookup, joined)]
+    assert num_steps[2] < min(num_steps) or num_steps[2] < num_steps[0]
+    looked_up = [step for step in text.replay(joined) if step.drafted and not step.passes]
+    assert looked_up == [step for step in text.replay(lookup) if step.drafted]
+
+
+def test_a_better_draft_is_right_more_often():
+    text = DraftedText(500, proposals=[Proposal(0.5, i % 2 == 0) for i in range(400)])
+    model = ReplayModel([text], [], ChainAcceptance(1, (0,)))
+    for gain in (0.0, 0.1):
+        (improved,) = model.improved(gain).texts
+        assert sum(p.agrees for p in improved.proposals) == pytest.approx(200 + 400 * gain, abs=16)

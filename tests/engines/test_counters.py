@@ -10,13 +10,15 @@ and four requests, without speculation, and with speculation and --disable-log-s
 import contextlib
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from paths import DATA as TEST_DATA
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.chain import ChainModel
-from sequoia_plan.engines.counters import NUM_ACCEPTED, chain_acceptance, fetch, parse
+from sequoia_plan.engines.counters import chain_acceptance, fetch, parse, watch
+from sequoia_plan.engines.live import diagnose_steps
 
 DATA = TEST_DATA / "vllm"
 VERSIONS = sorted(DATA.glob("counters-*.txt"))
@@ -34,20 +36,14 @@ def test_a_real_servers_page():
     counters = fetch(str(DATA / "server-0.32.0-after.txt"))
     acceptance = chain_acceptance(counters, "page")
     assert len(acceptance.accepted) == 4 and 0 < acceptance.drafting_share <= 1
-    assert sum(acceptance.accepted) == counters[NUM_ACCEPTED]
+    assert sum(acceptance.accepted) == counters["vllm:spec_decode_num_accepted_tokens"]
 
 
 def test_drafts_that_are_looked_up_are_not_in_every_step():
-    """A server with ngram: of 300 steps 100 drafted, two of three tokens on average."""
-    page = PAGE.replace("} 300.0", "} 200.0")
-    page += (
-        "vllm:generation_tokens_total 372.0\n"
-        "vllm:time_to_first_token_seconds_count 10.0\n"
-        "vllm:time_to_first_token_seconds_sum 99.0\n"
-    )
+    """A server with ngram: of 300 steps 100 drafted."""
+    page = f"{PAGE}vllm:inter_token_latency_seconds_count 300\n"
     acceptance = chain_acceptance(parse(page), "p")
     assert acceptance.drafting_share == pytest.approx(1 / 3, abs=1e-4)
-    assert acceptance.source == "p; chains of 2.0 tokens on average, 3 at most"
     tokens = ChainModel(acceptance, 3).tokens_and_error
     assert tokens[3][0] == pytest.approx(1 + 62 / 300, abs=0.005) and tokens[0][0] == 1
 
@@ -67,8 +63,7 @@ def test_several_engines_add_up_and_labels_may_hold_anything():
         ),
         # the counters of vLLM 0.9's first engine, vllm/engine/metrics.py there
         ("vllm:spec_decode_draft_acceptance_rate 0.4\n", "found vllm:spec_decode_draft_acceptance"),
-        (PAGE.replace('position="1"', 'position="7"'), "from position 0 on"),
-        (PAGE.replace("} 62.0", "} 99.0"), "with the sum vllm:spec_decode_num_accepted_tokens;"),
+        (PAGE.replace('position="0"', 'position="7"'), "from position 0 on"),
         (PAGE.replace("} 100.0", "} 0.0"), "expected vllm:spec_decode_num_drafts above 0"),
         (
             PAGE.replace("} 16.0", "} 41.0").replace("} 62.0", "} 87.0"),
@@ -84,15 +79,17 @@ def test_pages_that_tell_nothing(page, message):
 
 @pytest.fixture
 def answering():
-    """Starts a server that gives one connection an answer, and returns its address."""
+    """Starts a server that gives each connection an answer, and returns its address."""
 
-    def start(answer):
+    def start(*answers):
         listening = socket.create_server(("127.0.0.1", 0))
 
         def reply():
-            with listening, listening.accept()[0] as connection, contextlib.suppress(OSError):
-                is_page = connection.recv(1 << 16).startswith(b"GET /metrics ")
-                connection.sendall(answer if is_page else b"HTTP/1.1 404 Not Found\r\n\r\n")
+            for answer in answers:
+                with listening.accept()[0] as connection, contextlib.suppress(OSError):
+                    is_page = connection.recv(1 << 16).startswith(b"GET /metrics ")
+                    connection.sendall(answer if is_page else b"HTTP/1.1 404 Not Found\r\n\r\n")
+            listening.close()
 
         threading.Thread(target=reply, daemon=True).start()
         return f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -100,9 +97,27 @@ def answering():
     return start
 
 
+def page_of(name):
+    return b"HTTP/1.1 200 OK\r\n\r\n" + (DATA / f"{name}.txt").read_bytes()
+
+
+def test_the_steps_between_two_readings(answering):
+    """The server decoded two requests of 40 tokens; 48 chains of 4, 34 tokens accepted."""
+    steps = watch(answering(page_of("server-0.32.0-before"), page_of("server-0.32.0-after")), 0.01)
+    assert steps.seconds == pytest.approx((134.431 - 57.111) / 48, rel=1e-4)
+    assert steps.tokens == pytest.approx(78 / 48) and steps.requests > 2
+    (part,) = diagnose_steps(steps, "http://x").contexts
+    assert (part.acceptance.drafts, part.acceptance.accepted) == (48, (21, 9, 3, 1))
+    assert part.break_even_seconds == pytest.approx(steps.seconds / steps.tokens)
+    with pytest.raises(SequoiaPlanError, match="nothing is drafted, and a step of"):
+        diagnose_steps(replace(steps, acceptance=None), "http://x")
+    with pytest.raises(SequoiaPlanError, match="no token was decoded in 0"):
+        watch(answering(*[page_of("server-0.32.0-plain")] * 2), 0.01)
+
+
 @pytest.mark.parametrize("path", ["", "/", "/metrics"])
 def test_a_server_is_read_by_its_address(answering, path):
-    address = answering(b"HTTP/1.1 200 OK\r\n\r\n" + (DATA / "counters-0.20.2.txt").read_bytes())
+    address = answering(page_of("counters-0.20.2"))
     assert chain_acceptance(fetch(address + path), "s").drafts == 100
 
 

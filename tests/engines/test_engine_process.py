@@ -14,8 +14,9 @@ from sessions import check_that_it_ends_with, has_ended, session_pids
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.driver import Driver, fill_up
 from sequoia_plan.engines.engine_process import EngineProcess
+from sequoia_plan.engines.plan import Drafting
 from sequoia_plan.engines.vllm import VllmPool
-from sequoia_plan.engines.workload import Drafting, RunKind, Workload, text_before
+from sequoia_plan.engines.workload import RunKind, Workload, text_before
 
 pytestmark = pytest.mark.slow
 

@@ -4,19 +4,20 @@
 folder of the build and of the embedded models as GGUF files.
 """
 
+import json
 import os
-import shlex
 from pathlib import Path
 
 import pytest
 from commands import succeed
 from sessions import check_that_it_ends_with
 
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
-from sequoia_plan.engines.plan import EnginePlan
-from sequoia_plan.engines.spec_types import LOOKUP, flags
-from sequoia_plan.engines.workload import NONE, Drafting, Workload
+from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
+from sequoia_plan.engines.spec_types import flags
+from sequoia_plan.engines.workload import Workload
 
 FOLDER = Path(os.environ.get("SEQUOIA_PLAN_LLAMACPP", ""))
 pytestmark = [
@@ -39,42 +40,43 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def measured_plan(tmp_path_factory):
-    """A plan of few steps at two contexts, verified, and the output of the command."""
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
-    words = f"--target {TARGET} --draft {DRAFT} --server {SERVER} --most 3 --context 700,64 "
-    words += f"--tokens 24 --verify --prompts {folder}/prompts.txt -o {folder}/plan.yaml"
-    result = succeed("engine", "llamacpp", *words.split(), "--server-args", "-t 1")
-    return EnginePlan.load(folder / "plan.yaml"), result.stdout
+def diagnosis(tmp_path_factory):
+    """A diagnosis of few steps at two contexts, verified."""
+    path = tmp_path_factory.mktemp("plan") / "prompts.txt"
+    path.write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
+    words = f"-m {TARGET} -md {DRAFT} --server {SERVER} --most 3 --context 700,64 --tokens 24 "
+    words += f"--spec-type draft-simple,ngram-mod --verify --prompts {path} --json"
+    result = succeed("diagnose", "llamacpp", *words.split(), "--server-args", "-t 1")
+    return EnginePlan.from_dict(json.loads(result.stdout), "plan")
 
 
-def test_the_plan(measured_plan):
+def test_a_diagnosis(diagnosis):
     """Each context has its own counts, times, choice and measurements."""
-    plan, output = measured_plan
-    assert (plan.engine, plan.method) == ("llamacpp", "draft-simple") and plan.engine_version
-    assert [part.context for part in plan.contexts] == [64, 700]
-    for part in plan.contexts:
+    assert diagnosis.engine == "llamacpp" and diagnosis.engine_version
+    assert diagnosis.method == "ngram-mod,draft-simple"
+    assert [part.context for part in diagnosis.contexts] == [64, 700]
+    for part in diagnosis.contexts:
         assert 0.1 < part.acceptance.survival[0] < 0.9
         assert f"4 prompts of {part.context} tokens" == part.acceptance.source
-        assert [step.speculative_tokens for step in part.steps] == [0, 1, 2, 3]
         plain, *speculative = part.cells_at(1)
         assert plain.measured and plain.measured.tokens_per_step == 1
-        default = next(c for c in speculative if (c.speculative_tokens, c.variant) == (3, ""))
+        default = next(cell for cell in speculative if cell.drafting == Drafting(3))
         assert default.measured and 1 < default.measured.tokens_per_step < 4
-        assert sum(cell.measured is not None for cell in part.cells) >= 4
-        assert all(line in output for line in part.lines)
+        assert {cell.drafting.types for cell in speculative} == {"", "ngram-mod"}
+        assert all(cell.measured for cell in speculative if cell.drafting.lookup_size)
+        assert sum(part.step.values()) > 0 and part.bounds and part.tree["no tree passes"] > 0
+        wide, narrow = part.target_seconds[16], part.target_seconds[1]
+        assert narrow < wide < 16 * narrow
 
 
-def pool(draft, spec_type="draft-simple", tokens=32, **fields):
+def pool(draft, draft_type="draft-simple", tokens=32, **fields):
     return LlamaCppPool(
         target=TARGET,
         draft=draft,
         workload=Workload(PROMPTS, len(PROMPTS), tokens),
         build=find_build(SERVER),
-        spec_type=spec_type,
-        arguments=["-t", "1"],
-        **fields,
+        draft_type=draft_type,
+        **{"arguments": ["-t", "1"], **fields},
     )
 
 
@@ -83,31 +85,30 @@ def counts(steps):
 
 
 @pytest.mark.parametrize(
-    ("spec_type", "draft", "tokens", "settings"),
+    ("draft", "settings"),
     [
-        ("draft-simple", DRAFT, 32, [Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)]),
-        (
-            LOOKUP,
-            None,
-            64,
-            [Drafting(length, lookup_size=size) for size, length in ((2, 2), (2, 4), (3, 8))],
-        ),
+        (DRAFT, [Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)]),
+        (DRAFT, [Drafting(lookup_size=n, lookup_length=m) for n, m in ((2, 2), (2, 4), (3, 8))]),
+        (DRAFT, [Drafting(2, 0.6, 2, 4), Drafting(3, 0.0, 3, 8)]),
     ],
 )
-def test_a_replay_is_what_the_server_does(spec_type, draft, tokens, settings):
+def test_a_replay_is_what_the_server_does(draft, settings):
     """One recording gives the steps that the server makes at other settings.
 
     Passes over batches of other sizes round otherwise, which may change a token of a text, so a
     few texts may differ.
     """
-    with pool(draft, spec_type, tokens) as servers:
-        replays = servers.record(8, 1, 0).replays
+    with pool(draft, tokens=48) as servers:
+        servers.ensure_running([NONE])
+        texts, _ = servers.record(0, 8)
         same = []
         num_drafted = 0
         for drafting in settings:
             decoded = servers.decode(drafting, servers.workload.measuring)
-            for replayed, steps in zip(replays[drafting], decoded, strict=True):
-                same.append(counts(replayed) == counts(steps))
+            for text, steps in zip(texts, decoded, strict=True):
+                replayed = counts(text.replay(drafting))
+                # a text ends where the draft met another token
+                same.append(replayed[:-1] == counts(steps)[: len(replayed) - 1])
                 num_drafted += sum(step.drafted for step in steps)
     assert sum(same) >= 0.7 * len(same) and num_drafted > 0, same
 
@@ -115,27 +116,31 @@ def test_a_replay_is_what_the_server_does(spec_type, draft, tokens, settings):
 def test_a_replay_of_eagle3_is_near_what_the_server_does():
     """Its proposals depend on where a chain begins, so the replay is an approximation."""
     with pool(EAGLE3, "draft-eagle3") as servers:
-        replays = servers.record(8, 1, 0).replays
+        servers.ensure_running([NONE])
+        texts, _ = servers.record(0, 8)
         for drafting in (Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)):
             num_steps = sum(map(len, servers.decode(drafting, servers.workload.measuring)))
-            num_replayed = sum(map(len, replays[drafting]))
+            num_replayed = sum(len(text.replay(drafting)) for text in texts)
             assert num_replayed == pytest.approx(num_steps, rel=0.15)
 
 
-def test_llama_server_takes_the_line(measured_plan):
-    line = measured_plan[0].contexts[0].lines
-    words = shlex.split(" ".join(line)) or flags(Drafting(2, 0.4), "draft-simple", DRAFT)
-    with pool(DRAFT) as servers:
-        servers.arguments = words
+def test_llama_server_takes_the_line():
+    words = flags(Drafting(2, 0.4, 3, 8), "draft-simple", DRAFT)
+    with pool(DRAFT, arguments=words) as servers:
         (steps,) = servers.decode(NONE, [2])  # its own options name the draft
     assert sum(step.drafted for step in steps) > 0
+
+
+def test_a_draft_that_does_not_pair_is_one_line():
+    with pytest.raises(SequoiaPlanError, match="the draft does not pair with this target"):
+        pool(EAGLE3).ensure_running([Drafting(2)])
 
 
 def test_the_server_ends_with_a_killed_program():
     script = (
         "import time; from sequoia_plan.engines.llama_server import Server, find_build\n"
         f"build = find_build({SERVER!r})\n"
-        f"server = Server(build, ['-m', {TARGET!r}, '-c', '512'])\n"
+        f"server = Server.start(build, ['-m', {TARGET!r}, '-c', '512'])\n"
         "server.wait(); print(server._engine.process.pid, flush=True); time.sleep(600)\n"
     )
     check_that_it_ends_with(script, 2)  # the process that watches, and the server

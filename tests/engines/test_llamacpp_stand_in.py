@@ -1,85 +1,167 @@
-"""`sequoia-plan engine llamacpp` with a stand-in: plans, bad input, servers that die."""
+"""`sequoia-plan diagnose llamacpp` and `--url` with a stand-in: plans, and faults of servers."""
+
+import json
+import socket
+import subprocess
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from paths import STAND_IN
+from sessions import session_pids
 
-from sequoia_plan.engines.chain_replay import ChainStep, LookupText
+from sequoia_plan.engines import llama_server
+from sequoia_plan.engines.chain_replay import ChainStep
 from sequoia_plan.engines.llama_server import Build, steps_of_timings
 from sequoia_plan.engines.llamacpp import LlamaCppPool, repeated
-from sequoia_plan.engines.plan import Cell, EnginePlan
-from sequoia_plan.engines.planning import neighbours
-from sequoia_plan.engines.spec_types import LOOKUP, candidates, default_drafting
-from sequoia_plan.engines.workload import NONE, Drafting, Workload
+from sequoia_plan.engines.plan import NONE, EnginePlan
+from sequoia_plan.engines.spec_types import type_of_files
+from sequoia_plan.engines.workload import Workload
 from sequoia_plan.planner.cli import main
 
 pytestmark = pytest.mark.slow
 
 SERVER = str(STAND_IN / "llama-server")
+EAGLE3 = b"GGUF general.architecture\x08\0\0\0\x06\0\0\0\0\0\0\0eagle3"
 
 
 @pytest.fixture
 def invoke(tmp_path, monkeypatch):
-    """Runs the command with the stand-in in an empty folder."""
+    """Runs the command with the stand-in in a folder of files that stand for models."""
     monkeypatch.chdir(tmp_path)
+    for name in ("target", "draft", "dies", "breaks", "old", "unpaired", "memory"):
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+    (tmp_path / "eagle3.gguf").write_bytes(EAGLE3)
+    (tmp_path / "mtp.gguf").write_bytes(b"GGUF x.nextn_predict_layers")
 
-    def invoke(*words, draft="draft.gguf"):
-        words = ["--target", "target.gguf", "--server", SERVER, *words]
-        words += ["--draft", draft] if draft else []
-        return CliRunner().invoke(main, ["engine", "llamacpp", "--limit", "4", *words])
+    def invoke(*words, server=SERVER):
+        words = ["--server", server, "--limit", "4", "--tokens", "40", "--most", "4", *words]
+        return CliRunner().invoke(main, ["diagnose", "llamacpp", *words])
 
     return invoke
 
 
-@pytest.mark.parametrize("spec_type", ["draft-simple", "draft-eagle3", LOOKUP])
-def test_the_plan_of_a_type(invoke, spec_type):
-    """The stand-in's steps take 5 ms, 1.5 more for each drafted token."""
-    words = ["--spec-type", spec_type, "--most", "4", "--tokens", "90", "--context", "300,100"]
-    draft = None if spec_type == LOOKUP else "draft.gguf"
-    result = invoke(*words, "--verify", "-o", "plan.yaml", draft=draft)
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        ("-m target.gguf", ""),
+        (
+            "-m target.gguf -md draft.gguf --spec-type draft-simple,ngram-mod",
+            "ngram-mod,draft-simple",
+        ),
+        ("-m target.gguf -md eagle3.gguf", "draft-eagle3"),
+        ("-m mtp.gguf --context 100,300", "draft-mtp"),
+    ],
+)
+def test_a_diagnosis(invoke, words, method):
+    """The stand-in's steps take 5 ms, 1.5 more for each drafted token, and .5 for a last pass."""
+    result = invoke(*words.split(), "--verify", "--json", "--report", "page.html")
     assert result.exit_code == 0, result.output
-    plan = EnginePlan.load("plan.yaml")
-    assert (plan.engine, plan.engine_version) == ("llamacpp", "1 (stand-in)")
-    assert plan.method == spec_type and [part.context for part in plan.contexts] == [100, 300]
+    plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
+    assert (plan.engine, plan.engine_version, plan.method) == ("llamacpp", "1 (stand-in)", method)
+    assert [part.context for part in plan.contexts] == ([100, 300] if "context" in words else [0])
+    html = Path("page.html").read_text()
     for part in plan.contexts:
-        assert f"4 prompts of {part.context} tokens" == part.acceptance.source
         for step in part.steps:
-            assert step.seconds == pytest.approx(0.005 + 0.0015 * step.speculative_tokens)
+            expected = 0.005 + 0.0015 * step.speculative_tokens
+            assert step.seconds == pytest.approx(expected, rel=0.02)
+        for tokens, seconds in part.target_seconds.items():
+            assert seconds == pytest.approx(0.0035 + 0.0015 * tokens)
+        assert all(len(by_kind) == 4 for by_kind in part.tokens_by_kind.values())
+        assert len(part.tree) == (2 if method else 0)
         verified = [cell for cell in part.cells if cell.measured]
-        drafted = {Drafting.of(cell) for cell in verified}
-        best = Drafting.of(part.best_cell(1))
-        assert {NONE, best, default_drafting(plan.method)} <= drafted
-        if spec_type == "draft-simple":
-            assert part.draft_pass_seconds == pytest.approx(0.00025, rel=0.02)
-            assert best.length and part.lines[0] in result.stdout
-            assert f"--spec-draft-n-max {best.length} " in part.lines[0]
+        assert NONE in {cell.drafting for cell in verified} and part.bounds
+        assert any(cell.drafting.lookup_size for cell in verified)
+        if "simple" in method:
+            assert {cell.drafting.types for cell in part.cells} == {"", "ngram-mod"}
+            assert max(part.changes.values()) > part.best_cell(1).throughput * 0.9
             for cell in verified:  # chains do not depend on where they begin
-                assert cell.throughput == pytest.approx(cell.measured.throughput, rel=0.25)
+                if cell.drafting.is_chain:
+                    assert cell.throughput == pytest.approx(cell.measured.throughput, rel=0.25)
+        assert all(line in html for line in part.lines)
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--spec-type", "medusa"], 2, "'medusa' is not one of 'draft-simple', 'draft-eagle3'"),
-        (["--server", "nowhere"], 1, "--server nowhere: no such program; build llama.cpp"),
         (
-            ["--target", "dies.gguf"],
-            1,
-            "died with exit code 1 while starting: llama_model_load:",
+            "-m target.gguf -md draft.gguf --spec-type medusa",
+            2,
+            "this llama-server knows none, draft",
         ),
-        (["--target", "breaks.gguf"], 1, "the engine died with exit code 3 while answering /comp"),
-        (["--target", "silent.gguf"], 1, "log has fewer drafted tokens than its timings"),
-        (["--server-args", "'"], 2, "'--server-args': No closing quotation"),
+        ("-m target.gguf --spec-type draft-simple", 2, "a draft's type and its file (-md) go tog"),
+        ("-m target.gguf -md draft.gguf --spec-type draft-mtp", 2, "only draft-mtp needs no file"),
+        ("-m old.gguf", 1, "this version has no --spec-type; build llama.cpp of"),
+        ("-m dies.gguf", 1, "died with exit code 1 while starting: llama_model_load:"),
+        ("-m breaks.gguf", 1, "the engine died with exit code 3 while answering /comp"),
+        ("-m memory.gguf", 1, "not enough memory: a shorter context (-c"),
+        ("-m hangs.gguf", 1, "it hangs: see whether it answers /completion at all"),
+        ("-m unpaired.gguf -md draft.gguf", 1, "the draft does not pair with this target: take"),
+        ("-m target.gguf --server-args --bad", 1, "has no such option: build a newer one"),
+        ("-m target.gguf --server-args '", 2, "'--server-args': No closing quotation"),
+        ("-m none.gguf", 1, "none.gguf: No such file or directory"),
     ],
 )
-def test_a_failure_is_one_line(invoke, words, code, message):
-    result = invoke("--tokens", "8", *words)
+def test_a_fault_is_one_line_and_nothing_runs_on(invoke, monkeypatch, words, code, message):
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(llama_server, "ANSWER_SECONDS", 2)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+    )
+    result = invoke(*words.split())
     assert result.exit_code == code and "Traceback" not in result.output, result.output
     assert message in result.stderr.strip().splitlines()[-1]
+    assert not any(session_pids(process.pid) for process in started)
 
 
-def test_a_type_that_needs_a_draft(invoke):
-    assert "--spec-type draft-simple: needs a draft model" in invoke(draft="").stderr
+def test_no_such_server(invoke):
+    result = invoke("-m", "target.gguf", server="nowhere")
+    assert "--server nowhere: no such program; build llama.cpp" in result.stderr
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "message"),
+    [
+        ("--spec-draft-n-max 3", (), "a chain of 3"),
+        ("--spec-draft-n-max 3 --api-key secret", ("--api-key", "secret"), "a chain of 3"),
+        ("--api-key secret", (), "the server needs a key: give --api-key"),
+        ("", (), "nothing was drafted on these texts"),
+        (None, (), "no server answers there: start it, or name another --url"),
+    ],
+)
+def test_a_server_that_runs(port, options, key, message):
+    words = [SERVER, "-m", "target", "--port", str(port), *(options or "").split()]
+    with subprocess.Popen(words if options is not None else ["true"]) as server:
+        try:
+            while options is not None:
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except OSError:
+                    pass
+            words = ["diagnose", "--url", f"http://127.0.0.1:{port}", "--limit", "4", *key]
+            result = CliRunner().invoke(main, words)
+            assert message in result.output and "Traceback" not in result.output
+            assert server.poll() is None or options is None
+            if result.exit_code == 0:
+                steps = [f"{5 + 1.5 * n:.1f} ms" for n in range(4)]
+                assert all(step in result.output for step in steps)
+        finally:
+            server.kill()
+
+
+def test_the_type_that_a_draft_names(invoke):
+    types = [type_of_files("target.gguf", draft) for draft in (None, "draft.gguf", "eagle3.gguf")]
+    assert types == ["", "draft-simple", "draft-eagle3"]
+    assert type_of_files("mtp.gguf", None) == "draft-mtp"
 
 
 def test_steps_from_timings():
@@ -99,25 +181,9 @@ def test_steps_from_timings():
     assert plain == ChainStep(0, 0, 1, seconds=plain.seconds)
 
 
-def test_a_cell_names_its_way_of_drafting():
-    for spec_type in (LOOKUP, "draft-simple"):
-        for drafting in candidates(spec_type, 8):
-            figures = (1.0,) * 6
-            cell = Cell(1, drafting.length, *figures, True, drafting.variant)
-            assert Drafting.of(cell) == drafting
-
-
-def test_neighbours_differ_in_one_setting():
-    near = neighbours(Drafting(3, 0.5), candidates("draft-simple", 8))
-    assert set(near) == {Drafting(2, 0.5), Drafting(4, 0.5), Drafting(3, 0.4), Drafting(3, 0.6)}
-    assert Drafting(3) in candidates("draft-simple", 1) and NONE in candidates(LOOKUP, 4)
-
-
 def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
-    text = LookupText(range(60), range(60, 200), 2)
-    assert repeated(text, 24, 40) == [*range(168, 200)] * 3
-    assert repeated(text, 2, 100) == ([*range(184, 200)] * 7)[-100:]
-    assert repeated(LookupText((1, 2, 3), (4, 5), 2), 2, 0) == [5, *[1, 2, 3, 4, 5] * 3] * 3
+    assert repeated(range(200), 40) == [*range(136, 200)] * 3
+    assert repeated(range(5), 0) == ([*range(5)] * 13)[-64:] * 3
 
 
 def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():
@@ -128,7 +194,6 @@ def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():
         workload=Workload([""] * 4, 2),
         max_context=10,
         build=Build("", "", False),
-        spec_type=LOOKUP,
     )
     pool.prompts = [[10, 11], [20, 21, 22], [30], [40, 41]]
     pool.texts = [[10], [20, 21], [30], [40]]

@@ -16,20 +16,19 @@ from architectures import tiny
 from click.testing import CliRunner
 from paths import DATA
 from safetensors.numpy import load, save
-from sglang_logs import write_log
 from strategies import places
 
 from sequoia_plan.artifacts import Acceptance, Counts, Latency, Profile, SequoiaPlanError
+from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.planner.cli import decoding, exchange, main, profiling
 
 PROFILE = Profile(
     Acceptance.counted(Counts([[400]], [[[180, 40]]])),
-    300,
     Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
     settings={"temperature": 0.6, "top_p": 0.9, "verifier": "traversal"},
     models={"target": {"name": "t", "digest": "0", "dtype": "float32", "placement": "fused"}},
     hardware={"threads": 2},
-    kinds={name: Counts([[100]], [[[10 * number, 10]]]) for number, name in enumerate("abcd", 3)},
+    prompts={name: [ClassCounts(50, (5 * i, 5))] * 2 for i, name in enumerate("abcd", 3)},
 )
 MODES = {
     "solve": "solve profile.yaml --budget 9 --depth 4 -o made",
@@ -44,12 +43,9 @@ MODES = {
     "generate": "generate --tree t",
     "bench": "bench --tree t --prompts p.txt",
     "profile": "profile --prompts p.txt -o made",
-    "sglang": "engine sglang --log plain.log --log three.log -o made",
-    "responses": "engine sglang --log plain.log --log three.log --responses r.json",
-    "vllm": "engine vllm --target model --metrics counters.txt --python /no/such",
-    "llamacpp": "engine llamacpp --target t --draft t --server /no/such",
-    "ngram": "engine llamacpp --target t --spec-type ngram-simple",
-    "settings": "engine settings plan.yaml",
+    "vllm": "diagnose vllm --target model --metrics counters.txt --python /no/such",
+    "llamacpp": "diagnose llamacpp -m t -md t --server /no/such",
+    "url": "diagnose --url http://127.0.0.1:9",
 }
 MODES = {mode: words.split() for mode, words in MODES.items()}
 """One command line for each way through a command. Those that need models end where they load."""
@@ -70,13 +66,7 @@ def files(tmp_path_factory):
         (folder / "n.json").write_text('{"0": ["1", "2"], "1": ["3"]}')
         (folder / "p.txt").write_text("What is rain?")
         shutil.copy(DATA / "vllm" / "counters-0.27.1.txt", "counters.txt")
-        write_log(folder / "plain.log", None, 4, 100.0, None)
-        write_log(folder / "three.log", 3, 4, 136.0, 1.7)
-        counts = {"meta_info": {"spec_correct_drafts_histogram": [600, 240, 100, 60]}}
-        (folder / "r.json").write_text(json.dumps(counts))
         assert call([*MODES["solve"][:-1], "t"]).exit_code == 0
-        result = call([*MODES["sglang"][:-1], "plan.yaml"])
-        assert result.exit_code == 0, result.output
     return folder
 
 
@@ -131,8 +121,8 @@ def checked(folder, words):
 
 
 OUTPUTS = ("-o", "--output", "--report", "--plot")
-TEXTS = ". / .. no/such /no/such p.json profile.yaml t n.json new new.svg é plain.log none int8"
-TEXTS = [*TEXTS.split(), "plan.yaml", "/dev/full", "", " ", "x" * 300]
+TEXTS = ". / .. no/such /no/such p.json profile.yaml t n.json new new.svg é none int8"
+TEXTS = [*TEXTS.split(), "/dev/full", "", " ", "x" * 300]
 NUMBERS = "0 1 2 -1 0.5 nan inf -inf 1e308 x 3% 1,2"
 NUMBERS = [*NUMBERS.split(), "9" * 30, ""]
 
@@ -223,7 +213,7 @@ def test_no_name_or_path_is_empty(here, mode):
         ("generate --tree t --sampling min_p=1e-3,top-k=4", 1),  # the models
         ("solve --depth 1 -o made", 0),  # the root alone may be the fastest
         ("solve --depth 1 --objective tokens -o made", 2),
-        ("engine llamacpp --target t --spec-type ngram-simple --draft t", 2),
+        ("diagnose", 2),
     ],
 )
 def test_ends_of_the_possible(here, words, code):
@@ -277,8 +267,6 @@ READERS = {
     "p.json": ["tokens"],
     "t": ["show", "medusa", "plot"],
     "n.json": ["import"],
-    "plan.yaml": ["settings"],
-    "r.json": ["responses"],
 }
 """Ways that read each file."""
 
@@ -311,7 +299,7 @@ def test_damaged_files(here, name):
 
 @pytest.mark.parametrize("room", [0, 20, 200, 4000])
 @pytest.mark.parametrize(
-    "mode", ["solve", "tokens", "medusa", "growmap", "draft", "target", "import", "sglang", "plot"]
+    "mode", ["solve", "tokens", "medusa", "growmap", "draft", "target", "import", "plot"]
 )
 def test_a_full_disk(here, monkeypatch, mode, room):
     """The output is whole or as it was before; what was read and written is still there."""

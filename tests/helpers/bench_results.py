@@ -4,6 +4,7 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import BenchResult, Plan, TokenTree
 from sequoia_plan.artifacts.bench_result import BenchSettings, Prediction, Ratio, TreeShape
+from sequoia_plan.artifacts.plan import Interval
 from sequoia_plan.profiler.bench_figures import predicted_by_kind, summary
 from sequoia_plan.profiler.decoding_methods import PromptRun
 from sequoia_plan.runtime import Sampling
@@ -11,9 +12,11 @@ from sequoia_plan.runtime import Sampling
 LATENCY = {"target": {1: 0.04, 8: 0.05}, "draft": {1: 0.002, 8: 0.003}}
 TREE = TokenTree([-1, 0, 0, 1, 1, 2, 3], {"acceptance": [0.5, 0.25], "latency": LATENCY})
 KINDS_PLAN = Plan(
-    speedup_by_kind={"copy": 3.0, "chat": 1.2}, tokens_by_kind={"copy": 6.0, "chat": 2}
+    text_speedups={"copy": (3.0,), "chat": (1.2, 1.2)},
+    tokens_by_kind={"copy": 6.0, "chat": 2},
+    interval_new_kind=Interval(predicted_speedup=(1.0, 4.0)),
 )
-MIXTURE = Prediction(4.0, 2.0, (1.9, 2.1), (1.0, 3.0))
+MIXTURE = Prediction(4.0, 2.0, (1.9, 2.1))
 
 
 def figures_of(tree, /, sampling=None, **speedups):
@@ -39,7 +42,7 @@ def decoded_by_kind(kinds, plan=KINDS_PLAN):
     plain, ours = [], []
     for number, kind in enumerate(kinds):
         new_tokens = 30 * (number + 1)
-        seconds = new_tokens / plan.speedup_by_kind.get(kind, 2.0)
+        seconds = new_tokens / plan.text_speedups.get(kind, (2.0,))[0]
         steps = int(new_tokens // plan.tokens_by_kind.get(kind, 4.0))
         plain.append(PromptRun(new_tokens, new_tokens, float(new_tokens), 0, 0.0))
         ours.append(PromptRun(new_tokens, steps, seconds, 0, 0.0))

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from architectures import TREE
+from architectures import TREE, tiny
 
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.pretrained import load_model
@@ -14,6 +14,15 @@ from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 PROMPT = torch.arange(3, 20)
 LAYERS = 8
+
+
+def save_models(folder, tokenizer, name="Llama", **changes):
+    """A target of eight layers and a draft, as transformers saves them; the folder of both."""
+    for role, layers in (("target", LAYERS), ("draft", 1)):
+        model = tiny(name, num_hidden_layers=layers, tie_word_embeddings=True, **changes)
+        model.save_pretrained(folder / role)
+        tokenizer.save_pretrained(folder / role)
+    return folder
 
 
 @cache

@@ -93,14 +93,14 @@ def test_deep_levels_are_moved_towards_what_they_have_in_common():
     """By as much as their trials are few; the first four levels stay as counted."""
     trials = np.array([900.0, 400, 200, 100, 10_000, 20, 0])
     accepted = trials[:, None] * np.array([[0.5], [0.4], [0.6], [0.5], [0.9], [0.0], [0.0]])
-    rates = estimate(trials[:, None], accepted[:, None])[0][:, 0, 0]
+    rates = estimate(trials[:, None], accepted[:, None])[:, 0, 0]
     together = accepted[FIRST_DEEP_LEVEL:].sum() / trials[FIRST_DEEP_LEVEL:].sum()
     assert rates[:4].tolist() == [0.5, 0.4, 0.6, 0.5]
     moved = DEEP_TRIALS * together / (20 + DEEP_TRIALS)
     assert rates[4:] == pytest.approx([0.9, moved, together], abs=0.001)
     # no count off the spine stays none: both node classes have one vector
     split = [np.stack([counts, 0 * counts], 1) for counts in (trials, accepted)]
-    assert estimate(*split)[0][:, 0, 0].tolist() == rates.tolist()
+    assert estimate(*split)[:, 0, 0].tolist() == rates.tolist()
 
 
 def test_a_text_that_another_tree_wrote_is_other_work(tmp_path):

@@ -23,8 +23,10 @@ from sequoia_plan.artifacts import (
     load_tree,
     save_tree,
 )
+from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
+from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.report.panels import speedups_by_kind_panel, trees_by_match_panel
 from sequoia_plan.planner.report.plot import draw
@@ -38,6 +40,7 @@ from sequoia_plan.planner.solving.match.acceptance import (
 from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.match.portfolio import Limits, MatchProblem, fastest_portfolio
 from sequoia_plan.planner.solving.match.replay import advance_table, recorded_texts, replay
+from sequoia_plan.planner.solving.promised import ratios_by_kind
 from sequoia_plan.planner.solving.solve import solve
 from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, OtherSteps
 from sequoia_plan.planner.solving.speed.fastest import with_speed
@@ -311,7 +314,6 @@ def lookup_profile(**changes):
     classes = (MatchClass(0, drafted), MatchClass(2, drafted, looked_up))
     profile = Profile(
         Acceptance.counted(drafted),
-        effective_trials=900,
         latency=Latency({n: 0.03 + 0.001 * n for n in range(1, 20)}, {n: 0.006 for n in (1, 19)}),
         settings={"temperature": 0.0},
         lookup=LookupCounts(classes, {"all": (text,) * 3}),
@@ -350,10 +352,17 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
 
 
-def of_kinds(texts, counts, **changes):
-    """The profile with prompts of several kinds: their recorded texts and their counts."""
-    lookup = structs.replace(lookup_profile().lookup, texts=texts)
-    return lookup_profile(kinds=dict.fromkeys(texts, counts), lookup=lookup, **changes)
+def of_kinds(texts):
+    """The profile with prompts of several kinds: their recorded texts, all accepted alike."""
+    profile, number = lookup_profile(), sum(map(len, texts.values()))
+    counts = profile.acceptance.counts
+    prompt = ClassCounts(int(counts.trials.sum()), tuple(counts.accepted.sum((0, 1)).tolist()))
+    return structs.replace(
+        profile,
+        acceptance=Acceptance.counted(Counts(number * counts.trials, number * counts.accepted)),
+        lookup=structs.replace(profile.lookup, texts=texts),
+        prompts={kind: (prompt,) * len(of_kind) for kind, of_kind in texts.items()},
+    )
 
 
 COPIED = write_positions([Position(2, run) for run in range(60, 0, -1)])
@@ -364,24 +373,19 @@ def test_a_kind_that_is_all_prompts_has_their_figures():
     """Of three equal texts each has the same, and of two texts one is slower and one is faster."""
     profile = lookup_profile()
     (text,) = set(profile.lookup.texts["all"])
-    alone = solved(of_kinds({"only": (text,) * 3}, profile.acceptance.counts))
-    plan, speedup = alone.plan, pytest.approx(alone.replayed_speedup, rel=1e-4)
+    alone = solved(of_kinds({"only": (text,) * 3}))
+    plan, speedup = alone.plan, pytest.approx(alone.plan.predicted_speedup, rel=0.08)
     assert plan.speedup_by_kind == {"only": speedup}
-    assert plan.text_speedups["only"] == (speedup,) * 3
-    # a step of the texts takes as long as the plan says, so tokens differ as the speeds do
-    tokens = plan.expected_tokens * alone.replayed_speedup / plan.predicted_speedup
-    assert plan.tokens_by_kind == {"only": pytest.approx(tokens, rel=1e-4)}
-    mixed = solved(of_kinds({"only": (COPIED, DIFFERENT)}, profile.acceptance.counts)).plan
+    assert len(set(plan.text_speedups["only"])) == 1 and plan.median_speedup == speedup
+    assert plan.tokens_by_kind == {"only": pytest.approx(plan.expected_tokens, rel=0.08)}
+    mixed = solved(of_kinds({"only": (COPIED, DIFFERENT)})).plan
     slow, fast = mixed.text_speedups["only"]
     assert slow < mixed.speedup_by_kind["only"] < fast
 
 
 def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path, capsys):
     """What repeats is faster; without kinds there are no such figures."""
-    together = lookup_profile().acceptance.counts.with_classes(1)
-    half = Counts(together.trials / 2, together.accepted / 2)
-    texts, acceptance = {"copies": (COPIED,), "others": (DIFFERENT,)}, Acceptance.counted(together)
-    tree = solved(of_kinds(texts, half, acceptance=acceptance)).tree
+    tree = solved(of_kinds({"copies": (COPIED,), "others": (DIFFERENT,)})).tree
     plan = tree.plan
     speedups, tokens = plan.speedup_by_kind, plan.tokens_by_kind
     assert speedups["others"] < plan.predicted_speedup < speedups["copies"]
@@ -390,8 +394,24 @@ def test_each_kind_of_prompts_has_a_speedup_of_its_own(tmp_path, capsys):
         assert speedup == pytest.approx(speedups[kind], rel=1e-4)
     assert saved(tree, tmp_path).plan == plan
     print_summary(tree)
-    assert "\nby kind of prompts      copies " in capsys.readouterr().out
+    assert "\n  copies " in capsys.readouterr().out
     assert solved().plan.speedup_by_kind == {}
+
+
+def test_looking_for_the_match_takes_time():
+    """In every step but plain decoding's, and in what bench predicts from the plan."""
+    cost = VerificationCost(0.001, 0.0, lookup=0.002)
+    latency = structs.replace(lookup_profile().latency, verification=cost, plain=0.03)
+    profile = lookup_profile(latency=latency)
+    tree, alone = solved(profile).tree, solved(profile, lookup=False).tree
+    for part in tree.plan.by_match:
+        size = tree.for_match(part.match_length).size
+        assert part.step_seconds >= latency.target[size] + 0.003
+    times = StepTime.from_measured(profile)
+    assert alone.plan.step_seconds == pytest.approx(times.step_seconds(alone))
+    prediction = prediction_for(tree, "sequoia", tree.plan)
+    assert prediction.speedup == pytest.approx(tree.plan.predicted_speedup)
+    assert times.plain_seconds() == times.step_seconds(TokenTree.chain(1)) == 0.03
 
 
 def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
@@ -419,9 +439,11 @@ def test_the_picture_shows_every_tree_and_every_kind(tmp_path):
 
 def test_drafted_children_of_a_kind_are_accepted_as_often_as_the_kind_says():
     """Half of the acceptance of all prompts, and a looked-up token that only the texts decide."""
-    halved = Counts([[10**6]], [[[2.5e5, 0.65e5]]])
-    ratios = recorded._acceptance_ratios(halved, Counts([[10**6]], [[[5e5, 1.3e5]]]))
-    assert ratios.tolist() == pytest.approx([0.5, 0.5], rel=1e-3)
+    numbers = {"half": (2.5e5, 0.65e5), "more": (7.5e5, 1.95e5)}
+    prompts = {kind: (ClassCounts(10**6, counts),) for kind, counts in numbers.items()}
+    acceptance = Acceptance.counted(Counts([[2 * 10**6]], [[[10e5, 2.6e5]]]))
+    ratios, (of_prompt,) = ratios_by_kind(Profile(acceptance, prompts=prompts))["half"]
+    assert ratios == pytest.approx([0.5, 0.5], rel=1e-3) and (of_prompt == 0.5).all()
     problem = MatchProblem(
         2, Acceptance.given([[0.5, 0.1]]), Acceptance.given([[[0.8, 0.1], [0.6, 0.2]]])
     )

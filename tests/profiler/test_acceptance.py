@@ -11,11 +11,11 @@ from enumeration import exact_acceptance
 from toys import PROMPTS, ToyModel, toy_pair
 
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.counts import MAX_KINDS
+from sequoia_plan.artifacts.counts import MAX_KINDS, ClassCounts
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.measure import measure_acceptance
-from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance
+from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance, named_kinds
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
@@ -219,31 +219,16 @@ def test_the_precision_holds():
     assert 1.5 < ratio < 2.7  # four times the prompts, half the interval
 
 
-def test_positions_of_one_text_count_for_less():
-    """Independent positions count as about one trial each.
-
-    Where all positions of a prompt accept alike, the whole prompt counts as one trial.
-    """
-    rng, trials = np.random.default_rng(0), np.full((400, LEVELS, 1), 10)
-    independent = rng.binomial(10, 0.4, (400, LEVELS, 1, 1))
-    alike = 10 * np.repeat(rng.binomial(1, 0.4, (400, 1, 1, 1)), LEVELS, 1)
-    for accepted, expected in ((independent, trials.sum()), (alike, 400)):
-        observed = ObservedAcceptance(trials, accepted * np.array([1.0, 0.0, 0.0]))
-        assert observed.effective_trials() == pytest.approx(expected, rel=0.2)
-    too_few = ObservedAcceptance(trials[:7], np.zeros((7, LEVELS, 1, 3)))
-    assert too_few.effective_trials() == trials[:7].sum()
-
-
 def test_kinds_are_kept_where_every_prompt_has_one():
     """A prompt without a kind, or a name for each of many prompts, says nothing."""
-    trials = np.arange((MAX_KINDS + 1) * LEVELS).reshape(MAX_KINDS + 1, LEVELS, 1)
+    trials = np.arange(5 * LEVELS).reshape(5, LEVELS, 1)
     observed = ObservedAcceptance(trials, trials[..., None] * np.array([0.5, 0.25]))
-    by_kind = observed.by_kind(["a", "b", "b", "c", "c"])
-    assert list(by_kind) == ["a", "b", "c"]
-    of_b = trials.reshape(-1, 5, LEVELS)[:, 1:3].sum((0, 1))
-    assert by_kind["b"].trials[:, 0].tolist() == of_b.tolist()
-    assert observed.by_kind(["a", None, "b", "c"]) == {}
-    assert observed.by_kind([str(number) for number in range(MAX_KINDS + 1)]) == {}
+    prompts = observed.by_prompt(named_kinds(["a", "b", "b", "c", "c", "d"]))
+    assert {kind: len(of_kind) for kind, of_kind in prompts.items()} == {"a": 1, "b": 2, "c": 2}
+    second = int(trials[2].sum())
+    assert prompts["b"][1] == ClassCounts(second, (second / 2, second / 4))
+    assert named_kinds(["a", None]) == ["all"] * 2
+    assert set(named_kinds([str(number) for number in range(MAX_KINDS + 1)])) == {"all"}
 
 
 def test_interrupted_runs_go_on(tmp_path):

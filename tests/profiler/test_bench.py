@@ -16,13 +16,14 @@ from sequoia_plan.artifacts import (
     Acceptance,
     ArgumentError,
     BenchResult,
+    Plan,
     SequoiaPlanError,
     TokenTree,
     save_tree,
 )
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.artifacts.plan import Interval, MatchPlan
+from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.solving.baselines import bench_trees
@@ -301,79 +302,56 @@ def test_figures_survive_and_are_checked(tmp_path, old, new, message):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "speedup", "tokens", "num_as_mixture"),
+    ("kinds", "speedup", "tokens"),
     [
-        (["copy"], 3.0, 6.0, 0),
-        (["copy", "chat", "chat"], 1.2, 180 / (30 / 6 + 150 / 2), 0),
-        (["chat", "copy"], 2.1, 90 / (30 / 2 + 60 / 6), 0),
-        (["copy", "copy", None], 3.0, 180 / (90 / 6 + 90 / 4), 1),
-        (["copy", "poem", None], 2.0, 180 / (30 / 6 + 150 / 4), 2),
+        (["copy"], 3.0, 6.0),
+        (["copy", "chat", "chat"], 1.2, 180 / (30 / 6 + 150 / 2)),
+        (["copy", "copy", None], 3.0, 180 / (90 / 6 + 90 / 4)),
+        (["copy", "poem", None], 3.0, 180 / (30 / 6 + 150 / 4)),
     ],
 )
-def test_the_promise_is_that_of_the_prompts_kinds(kinds, speedup, tokens, num_as_mixture):
+def test_the_promise_is_that_of_the_prompts_kinds(kinds, speedup, tokens):
     """Prompts that are as their kinds promise are measured exactly as predicted.
 
-    The mixture's figures are not what was measured, and its intervals are not claimed.
+    The mixture's figures are not what was measured, and its intervals are not claimed. Prompts of
+    new kinds count as all profiled ones, with the interval of a new kind.
     """
     result = decoded_by_kind(kinds)
-    prediction = result.prediction
-    assert prediction.interval is None and prediction.interval_new_kind is None
-    assert prediction.prompts_as_mixture == num_as_mixture
-    assert prediction.speedup == pytest.approx(speedup)
-    assert prediction.tokens_per_step == pytest.approx(tokens)
-    assert prediction.speedup == pytest.approx(result.speedup["plain"].median, rel=1e-3)
-    if num_as_mixture == 0:
-        assert prediction.tokens_per_step == pytest.approx(result.tokens_per_step, rel=1e-3)
-        assert result.tokens_per_step != pytest.approx(MIXTURE.tokens_per_step, rel=0.05)
-    known_kinds = [kind for kind in dict.fromkeys(kinds) if kind in KINDS_PLAN.speedup_by_kind]
-    assert list(result.by_kind) == known_kinds
+    names = [kind if kind in KINDS_PLAN.text_speedups else "new kinds" for kind in kinds]
+    new_interval = (1.0, 4.0) if "new kinds" in names else None
+    assert result.prediction == Prediction(
+        pytest.approx(tokens), pytest.approx(speedup), None, new_interval
+    )
+    if new_interval is None:
+        assert speedup == pytest.approx(result.speedup["plain"].median, rel=1e-3)
+        assert tokens == pytest.approx(result.tokens_per_step, rel=1e-3)
+    assert list(result.by_kind) == list(dict.fromkeys(names))
     for kind, figures in result.by_kind.items():
-        assert figures.prompts == kinds.count(kind)
-        assert figures.tokens_per_step == figures.prediction.tokens_per_step
-        assert figures.prediction.speedup == KINDS_PLAN.speedup_by_kind[kind]
+        assert figures.prompts == names.count(kind)
+        if kind != "new kinds":
+            assert figures.tokens_per_step == figures.prediction.tokens_per_step
+            promised = KINDS_PLAN.text_speedups[kind][0]
+            assert figures.prediction.speedup == pytest.approx(promised)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "speedup"),
-    [
-        (["chat"], 1.4),  # and not 1.6, the speed-up of the three texts together
-        (["copy"], 2.5),
-        (["copy", "chat"], 2.0),  # 1.2 and 1.4 are less than half of both kinds' texts
-        (["chat", "chat", "chat", "copy"], 1.7),  # they are just half of these
-        (["poem", "copy", "copy"], 2.0),
-    ],
-)
-def test_the_promise_is_a_median_over_texts(kinds, speedup):
-    """One text of a kind that is much faster than the others does not raise it."""
-    texts = {"copy": (2.0, 3.0), "chat": (1.2, 1.4, 5.0)}
-    speedups = {"copy": 2.6, "chat": 1.6}
-    plan = replace(KINDS_PLAN, speedup_by_kind=speedups, text_speedups=texts)
-    result = decoded_by_kind(kinds, plan)
-    assert result.prediction.speedup == pytest.approx(speedup)
-    if "chat" in kinds:
-        assert result.by_kind["chat"].prediction.speedup == pytest.approx(1.4)
-
-
-def test_what_the_plan_lacks_is_as_for_all_prompts_or_missing():
-    result = decoded_by_kind(["poem", None])
-    assert result.prediction == replace(MIXTURE, prompts_as_mixture=2) and result.by_kind == {}
-    result = decoded_by_kind(["copy", "chat"], replace(KINDS_PLAN, tokens_by_kind={}))
-    assert result.prediction == Prediction(4.0, 2.1, prompts_as_mixture=0)
+def test_prompts_without_kinds_are_promised_what_those_profiled_were():
+    plan = Plan(text_speedups={"all": (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)})
+    result = decoded_by_kind([None, "poem"], plan)
+    low, high = result.prediction.interval
+    assert low < 1.2 < result.prediction.speedup < 1.5 < high and result.by_kind == {}
+    assert result.prediction.tokens_per_step == MIXTURE.tokens_per_step
 
 
 def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     """Through compare and the file: the tree by match, and not plain decoding or the tree alone."""
     acceptance = TREE.plan.acceptance
-    intervals = [Interval(predicted_speedup=ends) for ends in ((1.1, 1.3), (0.9, 1.5))]
     by_kind = replace(
         KINDS_PLAN,
         by_match=tuple(MatchPlan(length, 0.5, acceptance, TOKENS, 0.06) for length in (0, 2)),
         acceptance=acceptance,
         latency=TREE.plan.latency,
-        interval=intervals[0],
-        interval_new_kind=intervals[1],
     )
-    for plan in (by_kind, replace(by_kind, speedup_by_kind={})):
+    for plan in (by_kind, replace(by_kind, text_speedups={})):
         tree = TokenTree(TREE.parents, plan, by_match={2: TokenTree(TREE.parents, looks_up=True)})
         trees, names = bench_trees(tree, "sequoia"), ["plain", "tree", "sequoia"]
         prompts, kinds = [[1, 2, 3], [4, 5], [6, 7]], ["copy", "copy", "chat"]
@@ -384,8 +362,9 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
         assert (plain.prediction, alone.prediction) == (Prediction(1.0, 1.0), Prediction())
         counts = {kind: figures.prompts for kind, figures in ours.by_kind.items()}
         if plan is by_kind:
-            assert ours.prediction.speedup == 3.0 and counts == {"copy": 2, "chat": 1}
+            assert ours.prediction.speedup == pytest.approx(3.0) and counts == {
+                "copy": 2,
+                "chat": 1,
+            }
         else:
-            intervals = ours.prediction.interval, ours.prediction.interval_new_kind
-            assert intervals == ((1.1, 1.3), (0.9, 1.5)) and counts == {}
-            assert ours.prediction.prompts_as_mixture is None
+            assert counts == {}

@@ -62,20 +62,24 @@ def read(target, cache, tokens, start, mask=None, offsets=None):
 
 
 def tree_and_paths(target, tokens, tree=TREE):
-    """The logits of a tree's nodes as read at once, and as each is read alone after its path."""
-    prefix, nodes = tokens[:LENGTH], tokens[LENGTH:]
+    """The logits of a tree's nodes as read at once, and as each is read alone after its path.
+
+    The last `LENGTH` tokens before the tree are read alone, too.
+    """
+    length = len(tokens) - tree.size
+    capacity, nodes = length + 43, tokens[length:]
     tensors = TreeTensors.of(tree, "cpu", torch.float32)
-    cache = target.new_cache(64, counts_positions=False)
-    read(target, cache, prefix, 0)
-    mask = tensors.mask[:, tensors.columns(torch.tensor([LENGTH]), 64)]
-    at_once = read(target, cache, nodes, LENGTH, mask, tensors.offsets)
+    shared = target.new_cache(capacity, counts_positions=False)
+    read(target, shared, tokens[:length], 0)
+    mask = tensors.mask[:, tensors.columns(torch.tensor([length]), capacity)]
+    at_once = read(target, shared, nodes, length, mask, tensors.offsets)
     alone = []
     for node in range(tree.size):
-        cache = target.new_cache(64, counts_positions=False)
-        for place, token in enumerate(
-            torch.cat([prefix, nodes[tree.attention_mask[node].nonzero()[0]]])
-        ):
-            logits = read(target, cache, token[None], place)
+        cache = target.new_cache(capacity, counts_positions=False)
+        cache.take(shared, length - LENGTH)
+        path = torch.cat([tokens[:length], nodes[tree.attention_mask[node].nonzero()[0]]])
+        for place in range(length - LENGTH, len(path)):
+            logits = read(target, cache, path[place, None], place)
         alone.append(logits[0])
     return at_once, torch.stack(alone)
 
@@ -109,10 +113,11 @@ def test_decoding_equals_transformers(name):
     assert 60 / 9 < result.steps < 60  # some nodes were accepted, and some rejected
 
 
+@pytest.mark.parametrize("length", [LENGTH, 4001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_tree_gives_the_bits_of_its_paths(dtype):
+def test_a_tree_gives_the_bits_of_its_paths(dtype, length):
     """Whatever stands beside a row, and with any number of threads."""
-    model, tokens = model_of("Llama", dtype), tokens_of(LENGTH + TREE.size)
+    model, tokens = model_of("Llama", dtype), tokens_of(length + TREE.size)
     by_workers = []
     for workers in (1, 2, 3):
         at_once, alone = tree_and_paths(CompiledTarget(model, None, workers), tokens)
@@ -306,14 +311,20 @@ def drafted_trees(pair, prompts):
     return trees
 
 
-def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch):
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch, window):
     """After long prompts, and after those that are shorter than what a first pass reads."""
     monkeypatch.setattr("sequoia_plan.runtime.compiled.eagle.in_8_bits", lambda blocks: blocks)
-    resident = load_pair(dtype="float32", placement="resident")
-    prompts = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)]
-    expected = drafted_trees(resident, prompts)
-    compiled_pair = load_pair(dtype="float32")
-    assert drafted_trees(compiled_pair, prompts) == expected
+    prompts, trees = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)], []
+    for placement in ("resident", "compiled"):
+        pair = load_pair(dtype="float32", placement=placement)
+        if window:
+            pair.draft.config.sliding_window = window
+            pair.draft.layer_types = ("sliding_attention",)
+        if placement == "compiled":
+            assert compile_eagle(pair.draft) == ""
+        trees.append(drafted_trees(pair, prompts))
+    assert trees[0] == trees[1]
 
 
 def test_a_target_that_is_not_compiled_says_so(folder):

@@ -1,10 +1,12 @@
 """A target whose layers are streamed decodes as the same target in memory."""
 
 import copy
+import itertools
 import os
 import pickle
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from streamed import LAYERS, PROMPT, streamed, tokens
+from streamed import LAYERS, PROMPT, decoder, save_models, streamed, tokens
 from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
@@ -107,37 +109,56 @@ def test_architectures(name, tmp_path, pair):
 def test_a_pass_reads_the_experts_that_it_chooses(tmp_path, pair, monkeypatch):
     """The first pass reads all, to check them; the second one's logits are the same, bit for bit.
 
+    So are they with the experts in memory that were chosen most often, and fewer bytes are read.
     The control reads one expert too few.
     """
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
     tiny("Qwen3-MoE", num_hidden_layers=6, num_experts=16, **wide).save_pretrained(tmp_path)
     pair.tokenizer.save_pretrained(tmp_path)
     offloaded = OffloadedTarget(str(tmp_path), "cpu", torch.float32)
-    read_rows, chosen, left_out = disk_stream.DiskStream.read_rows, {}, []
+    read_chosen, counts, left_out = disk_stream.DiskStream.read_chosen, Counter(), []
 
-    def noted(stream, layer, rows):
-        chosen[layer] = len(rows)
-        read_rows(stream, layer, rows[len(left_out) :])
+    def noted(stream, layer, experts):
+        counts.update((layer, row) for row in experts.flatten().tolist())
+        read_chosen(stream, layer, experts.unique()[len(left_out) :] if left_out else experts)
 
-    monkeypatch.setattr(disk_stream.DiskStream, "read_rows", noted)
-    place(offloaded, resident=1)
+    monkeypatch.setattr(disk_stream.DiskStream, "read_chosen", noted)
+    place(offloaded, resident=-2 + 1 / 2)
     stream = stream_of(offloaded.model)
     whole = offloaded.model(PROMPT[None, :4]).logits
-    assert offloaded.model(PROMPT[None, :4]).logits.equal(whole)
-    experts = [sum(place.size for place in places) for places in stream.routed]
-    union = sum(size * chosen[layer] // 16 for layer, size in enumerate(experts))
-    size = sum(block.size for block in stream.blocks)
-    assert union < stream.bytes < 1.1 * (size - sum(experts) + union) < size
+    expert_bytes = stream.blocks[0].size // 16
+
+    def bytes_read():
+        """Of a pass; the experts that it needs and that are not in memory, and few more."""
+        counts.clear()
+        assert offloaded.model(PROMPT[None, :4]).logits.equal(whole)
+        union = sum(expert not in stream.kept for expert in counts) * expert_bytes
+        assert union <= stream.bytes < 1.1 * union
+        return stream.bytes
+
+    bytes_before = bytes_read()
+    stream.keep_most_chosen([3, 4])  # of another model: what this one has counted holds
+    assert len(stream.kept) == 8
+    assert_most_chosen(stream.kept, counts)
+    offloaded.model(PROMPT[None, :4])
+    assert bytes_read() <= bytes_before - expert_bytes
     left_out.append(1)
     assert not offloaded.model(PROMPT[None, :4]).logits.equal(whole)
+
+
+def assert_most_chosen(kept, counts):
+    others = [count for expert, count in counts.items() if expert not in kept]
+    assert 0 < max(others) <= min(counts.get(expert, 0) for expert in kept)
 
 
 def place(offloaded, resident):
     """Keep so many layers in memory, and stream the others from disk; how many are fused."""
     sizes, outside_bytes = offloaded.layer_sizes(), offloaded.outside_bytes
     # a family's layers may differ in size
-    memory = outside_bytes + min((SLOTS + resident) * max(sizes), sum(sizes) - 1)
-    return offloaded.place(split_memory(memory, outside_bytes, 0, 0, sizes), "disk")
+    memory = outside_bytes + int(min((SLOTS + resident) * max(sizes), sum(sizes) - 1))
+    by_expert = bool(offloaded.routed)
+    split = split_memory(memory, outside_bytes, 0, 0, sizes, by_expert=by_expert)
+    return offloaded.place(split, "disk")
 
 
 def assert_same_tokens(offloaded, in_memory):
@@ -257,9 +278,14 @@ def test_refused_options(folder, options, message):
     assert result.exit_code in (1, 2) and message in result.output
 
 
-def test_from_profile_to_generate(folder, tmp_path, monkeypatch, run_briefly):
-    """The profile says what a step waits for, the tree where the weights were; others warn."""
+@pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE"])
+def test_from_profile_to_generate(name, pair, tmp_path, monkeypatch, run_briefly):
+    """The profile says what a step waits for, the tree where the weights were; others warn.
+
+    The experts stay in memory that were chosen most often on the profile's prompts.
+    """
     monkeypatch.chdir(tmp_path)
+    folder = save_models(tmp_path, pair.tokenizer, name)
     Path("p.txt").write_text("What is rain?\n\nName three birds.\n")
     for module in (measure.__module__, "sequoia_plan.profiler.prompts"):
         monkeypatch.setattr(sys.modules[module], "encode", lambda *_: PROMPT.tolist())
@@ -271,13 +297,20 @@ def test_from_profile_to_generate(folder, tmp_path, monkeypatch, run_briefly):
     output = run_briefly("profile", *models, *placed, *brief, "-o", "p.yaml")
     profile = Profile.load("p.yaml")
     metadata = profile.models["target"]
-    assert profile.latency.stream.bytes == metadata["streamed_bytes"] > 0
+    counts, experts = profile.latency.stream.expert_counts, itertools.product(range(8), range(4))
+    assert 0 < profile.latency.stream.bytes <= metadata["streamed_bytes"]
     assert profile.latency.stream.seconds > 0
     resident_layers = f"{metadata['resident_layers']} of {LAYERS} layers"
     assert resident_layers in output
     run_briefly("solve", "p.yaml", "-o", "t.safetensors")
     assert "more memory" in run_briefly("show", "t.safetensors")
-    assert load_tree("t.safetensors").plan.latency.stream == profile.latency.stream
+    tree, offloaded = load_tree("t.safetensors"), streamed(folder)
+    assert tree.plan.latency.stream == profile.latency.stream
+    decoder(offloaded, tree)
+    if name != "Llama":
+        assert_most_chosen(
+            stream_of(offloaded.target).kept, dict(zip(experts, counts, strict=True))
+        )
     generate = ["--tree", "t.safetensors", "--max-new-tokens", "4"]
     # a busy machine may be warned of; the tree must fit
     assert "the tree was solved for" not in run_briefly("generate", *models, *placed, *generate)

@@ -35,7 +35,7 @@ def trees_by_match(
     base_tree: TokenTree,
     times: StepTime,
     limits: Limits,
-) -> tuple[TokenTree, dict[str, Any], float]:
+) -> tuple[TokenTree, dict[str, Any]]:
     """Find the trees by match for a profile.
 
         trees = `base_tree` for every class
@@ -51,13 +51,12 @@ def trees_by_match(
         limits: what trees may be.
 
     Returns:
-        The trees, what their plan says of them, and their speed-up on the recorded texts, decoded
-        again.
+        The trees, and what their plan says of them.
     """
     recording = Recording(texts, match_problems(profile), times)
     base = recording.decode((base_tree,) * len(recording.problems))
     decoded, bound = _fastest_on_recorded_texts(recording, base, limits)
-    by_match, step_seconds = [], 0.0
+    by_match = []
     for problem, tree, share in zip(
         decoded.problems, decoded.trees, decoded.shares.tolist(), strict=True
     ):
@@ -72,7 +71,6 @@ def trees_by_match(
                 catch_up_seconds=problem.catch_up_seconds(tree, times),
             )
         )
-        step_seconds += share * seconds
     tree = _with_by_match(decoded.problems, decoded.trees)
     prediction = predict_portfolio(tree, tuple(by_match), times)
     plain_seconds = times.plain_seconds()
@@ -84,7 +82,7 @@ def trees_by_match(
         "tree_speedup": base.speed * plain_seconds,
         **figures_by_kind(profile, tree, recording),
     }
-    return tree, figures, decoded.tokens_per_step / step_seconds * plain_seconds
+    return tree, figures
 
 
 def _fastest_on_recorded_texts(

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import Acceptance, Counts, Profile, TokenTree
+from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
 from sequoia_plan.artifacts.acceptance import rounded
-from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
 from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.match.acceptance import (
-    MIN_TRIALS,
     drafted_acceptance,
     looked_up_acceptance,
     looked_up_as_visited,
@@ -33,6 +32,7 @@ from sequoia_plan.planner.solving.match.portfolio import (
     tokens_per_second,
 )
 from sequoia_plan.planner.solving.match.replay import RecordedText, recorded_texts, replay
+from sequoia_plan.planner.solving.promised import promised_figures, ratios_by_kind, scaled
 
 MIN_SHARE = 1e-4
 """A class that never came up counts as if it had this share of steps: it has a tree as well."""
@@ -134,59 +134,40 @@ def _as_shares(counts: Floats) -> Floats:
     return shares
 
 
-def figures_by_kind(
-    profile: Profile, tree: TokenTree, recording: Recording
-) -> dict[str, dict[str, Any]]:
-    """The plan's speed-ups over plain decoding and tokens a step by kind of profiled prompts."""
-    figures: dict[str, dict[str, Any]]
-    figures = {name: {} for name in ("speedup_by_kind", "tokens_by_kind", "text_speedups")}
-    lookup, counts = profile.lookup, profile.acceptance.counts
+def figures_by_kind(profile: Profile, tree: TokenTree, recording: Recording) -> dict[str, Any]:
+    """What a plan promises over plain decoding by text and kind, and tokens a step by kind."""
+    text_speedups: dict[str, tuple[float, ...]] = {}
+    tokens_by_kind: dict[str, float] = {}
+    lookup = profile.lookup
     assert lookup is not None
     trees = tuple(tree.for_match(problem.match_length) for problem in recording.problems)
     plain_seconds = recording.times.plain_seconds()
-    for kind, texts in lookup.texts.items():
-        kind_texts = recorded_texts(LookupCounts(lookup.classes, {kind: texts}))
-        if kind_texts and counts and kind in profile.kinds:
-            ratios = _acceptance_ratios(profile.kinds[kind], counts)
-            of_kind = [_for_kind(problem, ratios) for problem in recording.problems]
-            together, *alone = (
-                Recording(texts, of_kind, recording.times).decode(trees)
-                for texts in (kind_texts, *([text] for text in kind_texts))
-            )
-            figures["speedup_by_kind"][kind] = together.speed * plain_seconds
+
+    def decode(texts: tuple[str, ...], ratios: Floats) -> DecodedAgain | None:
+        """Decode texts again with these ratios; None if they are empty."""
+        recorded = recorded_texts(LookupCounts(lookup.classes, {ALL_KINDS: texts}))
+        problems = [_for_kind(problem, ratios) for problem in recording.problems]
+        return Recording(recorded, problems, recording.times).decode(trees) if recorded else None
+
+    for kind, (ratios, ratios_of_prompts) in ratios_by_kind(profile).items():
+        texts = lookup.texts.get(kind, ())
+        if together := decode(texts, ratios):
             # a step yields a token at least, and less is rounding
-            figures["tokens_by_kind"][kind] = max(1.0, together.tokens_per_step)
-            speedups = sorted(text.speed * plain_seconds for text in alone)
-            figures["text_speedups"][kind] = tuple(speedups)
-    return figures
-
-
-def _acceptance_ratios(kind: Counts, counts: Counts) -> Floats:
-    """How many times as often a kind accepts the child of each rank, float64 [ranks].
-
-    `MIN_TRIALS` more trials that are as all prompts keep ratios of few counts near 1.
-    """
-    expected = counts.accepted.sum((0, 1)) / counts.trials.sum()
-    kind_counts, kind_trials = kind.accepted.sum((0, 1)), kind.trials.sum()
-    kind_rates = (kind_counts + MIN_TRIALS * expected) / (kind_trials + MIN_TRIALS)
-    ratios: Floats = np.where(expected > 0, kind_rates / np.maximum(expected, 1e-300), 1.0)
-    return ratios
+            tokens_by_kind[kind] = max(1.0, together.tokens_per_step)
+            alone = map(decode, zip(texts), ratios_of_prompts)
+            speedups = sorted(text.speed * plain_seconds for text in alone if text)
+            text_speedups[kind] = tuple(speedups)
+    return promised_figures({}, text_speedups) | {"tokens_by_kind": tokens_by_kind}
 
 
 def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
     """The problem with a kind's drafted children; looked-up tokens come from its texts."""
-
-    def scaled(rates: Floats) -> Floats:
-        """The rates [..., ranks] times the ratios, with sums of at most 1."""
-        result = rates * ratios[: rates.shape[-1]]
-        return result / np.maximum(1.0, result.sum(-1, keepdims=True))
-
-    drafted = Acceptance(rounded(scaled(problem.drafted.rates)))
+    drafted = Acceptance(rounded(scaled(problem.drafted.rates, ratios)))
     looked_up = problem.looked_up
     if looked_up is not None:
         rates = looked_up.rates.copy()
-        rates[:, 1] = scaled(rates[:, 1])
+        rates[:, 1] = scaled(rates[:, 1], ratios)
         left = 1 - rates[:, 0, :1]  # of a node on the spine, after its looked-up child
-        rates[:, 0, 1:] = scaled(rates[:, 0, 1:] / np.maximum(left, 1e-300)) * left
+        rates[:, 0, 1:] = scaled(rates[:, 0, 1:] / np.maximum(left, 1e-300), ratios) * left
         looked_up = Acceptance(rounded(rates))
     return replace(problem, drafted=drafted, looked_up=looked_up)

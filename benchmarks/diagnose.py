@@ -1,15 +1,17 @@
-"""Compares plans for engines with measurements of cells that were fixed beforehand, as JSON.
+"""Compares diagnoses of engines with measurements of cells that were fixed beforehand, as JSON.
 
-    python benchmarks/engine.py vllm --python .venv-engines/bin/python --target target \\
+    python benchmarks/diagnose.py vllm --python .venv-engines/bin/python --target target \\
         --draft draft -o benchmarks/results/engine-vllm.json
-    python benchmarks/engine.py llamacpp --server llama-server --target T.gguf --draft D.gguf \\
-        --name "q4_1, draft q8_0" -o benchmarks/results/engine-llamacpp.json
+    python benchmarks/diagnose.py llamacpp --server llama-server --target T.gguf --draft D.gguf \\
+        --name "q4_1, draft q8_0" -o benchmarks/results/diagnose.json
 
 A real engine runs the embedded models (docs/engines.md says how to write them). The plan is made of
 every second built-in prompt, and the cells are measured on the others, in rounds in which the ways
 of drafting alternate. `vllm` measures the whole grid of lengths, batch sizes and, with `--context
 256,2048`, contexts, and then vLLM with the plan's schedule. `llamacpp` measures one pair of a
-target and a type, and adds it to the output. vLLM's environment variables are taken as they are.
+target and a draft, and adds it to the output; with `--grid` it searches every n-max and p-min of a
+grid by brute force on the plan's own prompts, and compares what both found and how long they took.
+vLLM's environment variables are taken as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -26,19 +30,12 @@ from reports import new_parser, write_report
 from sequoia_plan.engines import planning
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
-from sequoia_plan.engines.plan import Cell, MeasuredCell
+from sequoia_plan.engines.plan import NONE, Cell, Drafting, MeasuredCell
 from sequoia_plan.engines.pool import EnginePool
-from sequoia_plan.engines.prediction import best_drafting, predict_cells
-from sequoia_plan.engines.spec_types import LOOKUP
+from sequoia_plan.engines.prediction import predict_cells
+from sequoia_plan.engines.spec_types import split_types
 from sequoia_plan.engines.vllm import SCHEDULE_KEY, VllmPool, speculative_config
-from sequoia_plan.engines.workload import (
-    NONE,
-    Drafting,
-    EngineRun,
-    RunKind,
-    Workload,
-    measured_cell,
-)
+from sequoia_plan.engines.workload import EngineRun, RunKind, Workload, measured_cell
 from sequoia_plan.profiler.hardware import fingerprint
 
 VLLM_BATCHES, VLLM_MAX_LENGTH = [1, 4, 16], 6
@@ -57,23 +54,25 @@ ENVIRONMENT_VARIABLES = (
     "OMP_NUM_THREADS",
 )
 """Variables that the output records."""
-LOOKUP_SIZES_AND_LENGTHS = ((2, 2), (2, 8), (3, 8), (4, 16))
-LOOKUP_GRID = [Drafting(length, lookup_size=size) for size, length in LOOKUP_SIZES_AND_LENGTHS]
-DRAFT_GRID = [Drafting(1), Drafting(2, 0.6), Drafting(3, 0.6), Drafting(8), Drafting(8, 0.8)]
-"""Ways of drafting of llama.cpp that are measured besides none, the default and the best."""
+MOST = 8
+CHAINS = [Drafting(3), Drafting(1), Drafting(2, 0.6), Drafting(8), Drafting(8, 0.8)]
+LOOKUPS = [Drafting(0, 0.0, *sizes) for sizes in ((2, 8), (3, 8), (12, 48))]
+JOINED = [Drafting(2, 0.6, 3, 8)]
+"""Ways of drafting of llama.cpp that are measured besides none and the best."""
+GRID = [Drafting(*each) for each in product(range(1, 9), (0.0, 0.2, 0.4, 0.6, 0.8))]
 
 
 def measure_kinds(
-    pool: EnginePool, kinds: Sequence[RunKind], repeats: int
+    pool: EnginePool, kinds: Sequence[RunKind], repeats: int, prompts: Sequence[int] = ()
 ) -> dict[RunKind, MeasuredCell]:
-    """Measures cells on the prompts that verify."""
+    """Measures cells on some prompts, by default those that verify."""
 
     def run(kind: RunKind, round_index: int) -> EngineRun:
-        run = pool.run(kind, pool.workload.held_out)
+        run = pool.run(kind, prompts or pool.workload.held_out)
         print(f"{kind} round {round_index}: {run.tokens / run.seconds:.1f} tokens/s", flush=True)
         return run
 
-    runs = pool.run_in_rounds(kinds, run, repeats, repeats)
+    runs = pool.run_in_rounds(kinds, run, repeats)
     return {kind: measured_cell(runs[kind], kind.batch) for kind in kinds}
 
 
@@ -82,7 +81,7 @@ def comparison(kind: RunKind, cell: Cell, measured: MeasuredCell) -> dict[str, A
     return {
         "context": kind.context,
         "batch": kind.batch,
-        "drafting": named(kind.drafting),
+        "drafting": str(kind.drafting),
         "predicted": cell.throughput,
         "low": cell.low,
         "high": cell.high,
@@ -93,11 +92,6 @@ def comparison(kind: RunKind, cell: Cell, measured: MeasuredCell) -> dict[str, A
         "tokens_error": round(cell.tokens_per_step / measured.tokens_per_step - 1, 4),
         "seconds_error": round(cell.seconds / measured.seconds - 1, 4),
     }
-
-
-def named(drafting: Drafting) -> str:
-    """A way of drafting as "3 p-min 0.6"."""
-    return f"{drafting.length} {drafting.variant}".strip()
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -114,7 +108,7 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
     if any(contexts):
         batches, max_length = CONTEXT_BATCHES, CONTEXT_MAX_LENGTH
         options["max_model_len"] = max(contexts) + 2 * arguments.tokens
-    config = speculative_config("draft_model", arguments.draft, {})
+    config = speculative_config(arguments.method, arguments.draft, {})
 
     def new_pool(extra: Mapping[str, Any]) -> VllmPool:
         return VllmPool(
@@ -129,8 +123,8 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
         )
 
     with new_pool({}) as pool:
-        measurements, seconds = planning.measure(pool, batches, max_length, contexts)
-        plan = planning.plan_of(pool, measurements, batches, seconds)
+        measurements = planning.measure(pool, batches, max_length, contexts)
+        plan = planning.plan_of(pool, measurements, batches)
         grid = product(map(Drafting, range(max_length + 1)), batches, contexts)
         measured = measure_kinds(pool, [RunKind(*kind) for kind in grid], arguments.repeats)
     scheduled: dict[RunKind, MeasuredCell] = {}
@@ -155,45 +149,68 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Plans for a pair in llama.cpp, and measures the grid; adds the result to the file."""
-    is_lookup = arguments.spec_type == LOOKUP
-    max_length = 16 if is_lookup else 8
-    pool = LlamaCppPool(
+    """Diagnoses a pair in llama.cpp, measures the cells, and adds the result to the file."""
+    build = find_build(arguments.server)
+    draft_type, _ = split_types(None, build.types, arguments.target, arguments.draft)
+    names = ("name", "threads", "prompts", "tokens")
+    result = {name: getattr(arguments, name) for name in names}
+    result |= {"version": build.version, "type": draft_type}
+    with LlamaCppPool(
         target=arguments.target,
         draft=arguments.draft,
-        workload=Workload.load(None, arguments.prompts, arguments.tokens, 0.0),
+        workload=Workload.load(None, arguments.prompts, arguments.tokens),
         report_status=lambda text: print(text, flush=True),
-        build=find_build(arguments.server),
-        spec_type=arguments.spec_type,
+        build=build,
+        draft_type=draft_type,
         arguments=["-t", str(arguments.threads)],
-    )
-    draftings = [NONE, pool.default_drafting, *(LOOKUP_GRID if is_lookup else DRAFT_GRID)]
-    names = ("name", "spec_type", "threads", "prompts", "tokens")
-    result = {name: getattr(arguments, name) for name in names} | {"version": pool.build.version}
-    with pool:
-        ((model, times),), seconds = planning.measure(pool, [1], max_length)
-        best = best_drafting(model, times, 1)
-        cells = {Drafting.of(cell): cell for cell in predict_cells(model, times, 1)}
-        kinds = [RunKind(drafting) for drafting in dict.fromkeys([*draftings, best])]
-        measured = measure_kinds(pool, kinds, arguments.repeats)
-        rows = [
-            comparison(kind, cells[kind.drafting], measured[kind])
-            | {"is_best": kind.drafting == best}
-            for kind in kinds
-        ]
+    ) as pool:
+        start_time = time.perf_counter()
+        model, times = pool.measure(MOST, 0)
+        model = replace(model, draftings=[*model.draftings, *JOINED * bool(draft_type)])
+        cells = {cell.drafting: cell for cell in predict_cells(model, times, 1)}
+        result["planning_seconds"] = time.perf_counter() - start_time
+        ranked = sorted(cells.values(), key=lambda cell: -cell.throughput)
+        draftings = [NONE, *(CHAINS + JOINED) * bool(draft_type), *LOOKUPS, ranked[0].drafting]
+        if arguments.grid:
+            result["grid"] = searched(pool, cells)
+        else:
+            kinds = [RunKind(drafting) for drafting in dict.fromkeys(draftings)]
+            measured = measure_kinds(pool, kinds, arguments.repeats)
+            rows = [comparison(kind, cells[kind.drafting], measured[kind]) for kind in kinds]
+            result |= summary(rows)
         result |= {
-            "planning_seconds": seconds,
             "steps": [step.to_dict() for step in times.steps],
+            "target_seconds": dict(times.target_seconds),
             "draft_pass_seconds": times.pass_seconds,
             "acceptance": model.acceptance.to_dict(),
         }
-    result |= summary(rows)
     pairs = []
     if arguments.output.exists():
         pairs = json.loads(arguments.output.read_text())["pairs"]
     pairs = [*(pair for pair in pairs if pair["name"] != result["name"]), result]
-    totals = {key: sum(pair[key] for pair in pairs) for key in ("within_10_percent", "cells")}
-    return {"pairs": pairs, **totals}
+    keys = ("within_10_percent", "cells")
+    return {"pairs": pairs, **{key: sum(pair.get(key, 0) for pair in pairs) for key in keys}}
+
+
+def searched(pool: LlamaCppPool, cells: Mapping[Drafting, Cell]) -> dict[str, Any]:
+    """Every setting of the grid, measured on the prompts of the plan, and the plan's choice."""
+    prompts = pool.workload.measuring
+    chosen = max((cells[each] for each in cells if each.is_chain), key=lambda cell: cell.throughput)
+    start_time = time.perf_counter()
+    measured = measure_kinds(pool, [*map(RunKind, GRID)], 1, prompts)
+    seconds = time.perf_counter() - start_time
+    best = max(measured, key=lambda kind: measured[kind].throughput)
+    # the two that matter once more, in turns, so that both are of the same minute
+    finals = [*map(RunKind, dict.fromkeys((best.drafting, chosen.drafting)))]
+    final = measure_kinds(pool, finals, 5, prompts)
+    return {
+        "settings": len(GRID),
+        "seconds": seconds,
+        "best": str(best.drafting),
+        "chosen": str(chosen.drafting),
+        "chosen_over_best": final[RunKind(chosen.drafting)].throughput / final[best].throughput,
+        "measured": {str(kind.drafting): cell.throughput for kind, cell in measured.items()},
+    }
 
 
 def main() -> None:
@@ -203,13 +220,14 @@ def main() -> None:
     parser.add_argument("--server", help="llama-server")
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
-    parser.add_argument("--spec-type", default="draft-simple")
     parser.add_argument("--name", help="what a pair of llama.cpp is called in the output")
     parser.add_argument("--threads", type=int, default=1, help="of llama.cpp")
+    parser.add_argument("--method", default="draft_model", help="vLLM's name of how it drafts")
     parser.add_argument("--context", default="0", help="of vLLM, with commas, as 256,2048")
     parser.add_argument("--prompts", type=int, default=24, help="of each half, at most")
     parser.add_argument("--tokens", type=int, default=32, help="of each prompt, at most")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--grid", action="store_true", help="search by brute force")
     arguments = parser.parse_args()
     measure = measure_vllm if arguments.engine == "vllm" else measure_llamacpp
     environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}

@@ -1,0 +1,109 @@
+"""A server that runs already: what its timings and counters say. Nothing is changed there."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import chain, product
+from typing import Any
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts.plan import tool_version
+from sequoia_plan.engines import counters
+from sequoia_plan.engines.chain import ChainModel
+from sequoia_plan.engines.chain_replay import NOTHING_DRAFTED, ChainStep, acceptance_of
+from sequoia_plan.engines.llama_server import Server
+from sequoia_plan.engines.llamacpp import timed_steps
+from sequoia_plan.engines.plan import (
+    Cell,
+    ContextPlan,
+    Drafting,
+    EnginePlan,
+    ScheduleEntry,
+    StepSeconds,
+)
+from sequoia_plan.engines.planning import make_plan
+from sequoia_plan.engines.timing import StepTimes
+from sequoia_plan.engines.workload import Workload
+
+WATCH_SECONDS = 10
+TIMED_PROMPTS = 3
+
+
+def diagnose_server(
+    url: str, key: str, workload: Workload, report_status: Callable[[str], None]
+) -> EnginePlan:
+    """Asks a llama-server for texts, or reads the counters of a vLLM."""
+    server = Server(url, key)
+    report_status(f"asking {url}")
+    try:
+        properties = server.ask("/props")
+    except SequoiaPlanError as error:
+        if " 404" not in str(error):
+            raise
+        report_status(f"reading the counters of {url} for {WATCH_SECONDS} seconds")
+        return diagnose_steps(counters.watch(url, WATCH_SECONDS), url)
+    return diagnose_llama_server(server, properties, workload, report_status)
+
+
+def diagnose_steps(steps: counters.ServedSteps, url: str) -> EnginePlan:
+    """What a vLLM's own steps say; whether to speculate takes the time of a step without it."""
+    if not steps.acceptance:
+        raise SequoiaPlanError(
+            f"{url}: nothing is drafted, and a step of {steps.requests:.1f} requests takes "
+            f"{steps.seconds * 1000:.1f} ms; diagnose vllm says whether to speculate"
+        )
+    length, batch = len(steps.acceptance.accepted), max(round(steps.requests), 1)
+    speed = steps.requests * steps.tokens / steps.seconds
+    cell = Cell(batch, Drafting(length), steps.tokens, steps.seconds, speed, speed, speed, 1.0)
+    part = ContextPlan(
+        context=0,
+        acceptance=steps.acceptance,
+        steps=(StepSeconds(batch, length, steps.seconds),),
+        cells=(cell,),
+        schedule=(ScheduleEntry(1, batch, length),),
+        break_even_seconds=steps.seconds / steps.tokens,
+    )
+    return EnginePlan(engine="vllm", target=url, contexts=(part,), tool=tool_version())
+
+
+def diagnose_llama_server(
+    server: Server,
+    properties: Mapping[str, Any],
+    workload: Workload,
+    report_status: Callable[[str], None],
+) -> EnginePlan:
+    """Decodes prompts, and times the steps of shorter chains in requests without room for more."""
+    prompts = [server.encode(workload.prompts[i])[0] for i in workload.measuring]
+
+    def decode(prompt: list[int], tokens: int) -> list[ChainStep]:
+        body = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0, "cache_prompt": True}
+        return server.generate(body)
+
+    recorded = []
+    for number, prompt in enumerate(prompts, 1):
+        report_status(f"decoding prompt {number} of {len(prompts)}")
+        recorded.append(decode(prompt, workload.tokens))
+    if not any(step.drafted for step in chain(*recorded)):
+        raise SequoiaPlanError(f"{server.address}: {NOTHING_DRAFTED}")
+    acceptance = acceptance_of(recorded, f"{len(prompts)} prompts")
+    length = len(acceptance.accepted)
+    report_status("timing steps")
+    rooms = product(prompts[:TIMED_PROMPTS], range(length + 1))
+    short = (decode(prompt, room + 2) for prompt, room in rooms)
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for step in chain(*recorded, *short):
+        if step.is_single:
+            seconds[step.drafted].append(step.seconds)
+
+    def options(part: ContextPlan) -> tuple[str, ...]:
+        best = part.best_cell(1).speculative_tokens
+        return (f"--spec-draft-n-max {best}",) if best else ()
+
+    return make_plan(
+        [(ChainModel(acceptance, length), StepTimes(tuple(timed_steps(seconds))))],
+        [1],
+        options,
+        engine="llamacpp",
+        engine_version=str(properties.get("build_info", "")),
+        target=str(properties.get("model_path", "")),
+        settings={"url": server.address},
+    )

@@ -1,0 +1,33 @@
+"""The planned tree for what was measured in an engine that drafts chains."""
+
+from sequoia_plan.artifacts import Acceptance, Profile
+from sequoia_plan.artifacts.latency import Latency
+from sequoia_plan.engines.chain_replay import ReplayModel
+from sequoia_plan.engines.diagnosis import rank_rates
+from sequoia_plan.engines.timing import StepTimes
+from sequoia_plan.planner.solving.solve import solve
+
+DEPTH = 16
+
+
+def planned_tree(
+    model: ReplayModel, times: StepTimes, branching: int | None = None
+) -> dict[str, float]:
+    """Tokens a second of the best tree if the engine verified trees; none without candidates.
+
+    The target takes for n nodes what it takes for a chain of n, and a draft pass over several nodes
+    takes as many times longer as one of the target does.
+    """
+    rates = rank_rates(model.texts)
+    if not rates:
+        return {}
+    one = times.target_pass(1)
+    reading = times.idle_seconds - one
+    target = {n: t + max(reading, 0.0) * (n > 1) for n, t in times.target_seconds.items()}
+    draft = {n: times.pass_seconds * t / one for n, t in times.target_seconds.items()}
+    profile = Profile(acceptance=Acceptance([[rates]]), latency=Latency(target=target, draft=draft))
+    tree = solve(profile, budget=max(target), depth=DEPTH, branching=branching).tree
+    return {
+        f"the planned tree, of {tree.size} nodes": (tree.plan.predicted_speedup or 1) / one,
+        "no tree passes": (tree.plan.speedup_bound or 1) / one,
+    }

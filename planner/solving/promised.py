@@ -1,0 +1,89 @@
+"""What a plan promises: figures over the profiled prompts, with intervals, also by kind."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from sequoia_plan.artifacts import Profile, TokenTree
+from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
+from sequoia_plan.artifacts.expected_tokens import expected_tokens
+from sequoia_plan.artifacts.plan import Interval
+from sequoia_plan.artifacts.promise import MIN_PROMPTS, Values, interval_of_new_kind, promise
+from sequoia_plan.artifacts.step_time import StepTime
+
+MORE_TRIALS = 50
+"""Trials that are as all prompts, beside those of a kind."""
+
+
+def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
+    """The figures of a plan over prompts, from tokens a step and speed-up of each, if known."""
+
+    def promised(values: Values) -> tuple[Any, Any]:
+        """The promise for as many prompts as were profiled; of few of many kinds, as if of one."""
+        names = [kind for kind, of_kind in values.items() for _ in of_kind]
+        if len(names) < len(values) + MIN_PROMPTS:
+            values, names = (
+                {"": [v for of_kind in values.values() for v in of_kind]},
+                [""] * len(names),
+            )
+        return promise(values, names) if names else (None, None)
+
+    median, speedup_ends = promised(speedups)
+    ends = promised(tokens)[1], speedup_ends
+    new_kind = interval_of_new_kind(tokens), interval_of_new_kind(speedups)
+    by_kind = {kind: promise(speedups, [kind] * len(s)) for kind, s in speedups.items()}
+    by_kind.pop(ALL_KINDS, None)
+    return {
+        "text_speedups": speedups,
+        "median_speedup": median,
+        "speedup_by_kind": {kind: middle for kind, (middle, _) in by_kind.items()},
+        "interval_by_kind": {kind: pair for kind, (_, pair) in by_kind.items() if pair},
+        "interval": Interval(0.95, *ends) if any(ends) else None,
+        "interval_new_kind": Interval(0.95, *new_kind) if any(new_kind) else None,
+    }
+
+
+def single_tree_figures(
+    tree: TokenTree, profile: Profile, times: StepTime | None
+) -> dict[str, Any]:
+    """What the plan of a single tree promises."""
+    if tree.size == 1:
+        return {}
+    tokens, speedups = {}, {}
+    for kind, (_, ratios_of_prompts) in ratios_by_kind(profile).items():
+        rates = [scaled(profile.acceptance.rates, ratios) for ratios in ratios_of_prompts]
+        tokens[kind] = sorted(expected_tokens(tree, of_prompt) for of_prompt in rates)
+        if times and math.isfinite(times.step_seconds(tree)):
+            factor = times.plain_seconds() / times.step_seconds(tree)
+            speedups[kind] = tuple(factor * value for value in tokens[kind])
+    return promised_figures(tokens, speedups)
+
+
+def ratios_by_kind(profile: Profile) -> dict[str, tuple[Floats, list[Floats]]]:
+    """How many times as often as all prompts a kind, and each of its prompts, accepts each rank.
+
+    `MORE_TRIALS` more trials that are as all prompts keep a kind's ratios of few counts near 1. The
+    texts of single prompts differ by chance as those that will be decoded do. float64 [ranks].
+    """
+    counts = profile.acceptance.counts
+    if counts is None:
+        return {}
+    expected = counts.accepted.sum((0, 1)) / counts.trials.sum()
+
+    def ratios(numbers: Floats, more_trials: int = 0) -> Floats:
+        """The ratios of trials and of counts by rank."""
+        rates = (numbers[1:] + more_trials * expected) / max(numbers[0] + more_trials, 1)
+        return np.where(expected > 0, rates / np.maximum(expected, 1e-300), 1.0)
+
+    by_kind = {}
+    for kind, of_kind in profile.prompts.items():
+        prompts = [np.array([part.trials, *part.counts]) for part in of_kind]
+        by_kind[kind] = ratios(np.sum(prompts, 0), MORE_TRIALS), list(map(ratios, prompts))
+    return by_kind
+
+
+def scaled(rates: Floats, ratios: Floats) -> Floats:
+    """The rates [..., ranks] times the ratios, with sums of at most 1."""
+    result: Floats = rates * ratios[: rates.shape[-1]]
+    return result / np.maximum(1.0, result.sum(-1, keepdims=True))
