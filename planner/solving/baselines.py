@@ -8,13 +8,13 @@ from sequoia_plan.artifacts import TokenTree
 def complete(size: int, depth: int, branching: int) -> TokenTree:
     """A complete tree of at most `size` nodes and `depth` levels, filled breadth-first."""
     parents = (np.arange(size) - 1) // branching
-    return _first_levels(TokenTree(parents), depth)
+    return _first_levels(TokenTree.from_parents(parents), depth)
 
 
 def chains(size: int, depth: int, count: int) -> TokenTree:
     """So many sequences that share the root alone, and whose lengths differ by one at most."""
     parents = np.r_[-1, np.maximum(np.arange(1, size) - count, 0)]
-    return _first_levels(TokenTree(parents), depth)
+    return _first_levels(TokenTree.from_parents(parents), depth)
 
 
 def _first_levels(tree: TokenTree, depth: int) -> TokenTree:
