@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sequoia_plan.planner.solving.baselines import baseline
     from sequoia_plan.planner.solving.certificate import Certificate, check
     from sequoia_plan.planner.solving.solve import Solution, solve
     from sequoia_plan.planner.solving.tokens.frontier import frontier
 
-__all__ = ["Certificate", "Solution", "baseline", "check", "frontier", "solve"]
+__all__ = ["Certificate", "Solution", "check", "frontier", "solve"]
 
 _MODULES = {
-    "baseline": "baselines",
     "Certificate": "certificate",
     "check": "certificate",
     "frontier": "tokens.frontier",

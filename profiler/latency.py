@@ -26,8 +26,6 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 MAX_CHAIN = 64
 """The most nodes that are timed where a node has at most one child."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
-PLAIN_STEPS = 3
-"""Steps of plain decoding one after the other, of which the last is timed."""
 MAX_INTERVAL = 4
 """Even the largest sizes take part in one round of so many."""
 
@@ -169,7 +167,8 @@ class LatencyMeter:
         for tree_timer in self.verification_timers:
             # as in a step: the models' weights have just replaced what the processor's cache held
             self.timers[0].draft_pass()
-            self.plain.run_target(self.timers[0].extent)
+            if not self.step.target.stream:
+                self.plain.run_target(self.timers[0].extent)
             part = "lookup" if tree_timer.step.lookup else "verification"
             seconds[part, tree_timer.step.tree] = tree_timer.run()
         seconds["stream", 1] = self._stream_seconds()
@@ -178,10 +177,10 @@ class LatencyMeter:
         return seconds
 
     def _plain_seconds(self) -> float:
-        """Seconds of a step of plain decoding, after another one."""
+        """Seconds of the last of three steps of plain decoding, one after the other."""
         sequence = self.step.sequence
         length, seconds = int(sequence.length), 0.0
-        for _ in range(PLAIN_STEPS):
+        for _ in range(3):
             started = time.perf_counter()
             self.plain.launch(length, self.sampling)(length)
             seconds = time.perf_counter() - started

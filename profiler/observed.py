@@ -50,8 +50,8 @@ class ObservedAcceptance:
         """Counts of each prompt, all levels together, by kind."""
         prompts: dict[str, tuple[ClassCounts, ...]] = {}
         trials, counts = self.trials.sum((1, 2)).tolist(), self.counts.sum((1, 2)).round(4)
-        for kind, *values in zip(kinds, trials, counts.tolist(), strict=False):
-            prompts[kind] = (*prompts.get(kind, ()), ClassCounts(values[0], tuple(values[1])))
+        for kind, number, accepted in zip(kinds, trials, counts.tolist(), strict=False):
+            prompts[kind] = (*prompts.get(kind, ()), ClassCounts(number, tuple(accepted)))
         return prompts
 
     def precision(self) -> float:

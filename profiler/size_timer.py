@@ -76,8 +76,8 @@ class SizeTimer:
                 seconds["draft", width] = timed(device, self.draft_pass)[1]
             seconds["target", self.size] = timed(device, run_target)[1]
         if device.type != "cpu" and self.size <= MAX_OVERHEAD_SIZE:
-            parts = time_parts(self.step, self.extent, self.sampling)
-            seconds["overhead", self.size] = parts["host"]
+            host_seconds = time_parts(self.step, self.extent, self.sampling)["host"]
+            seconds["overhead", self.size] = host_seconds
         return seconds
 
     def draft_pass(self) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
 from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.planner.report.bench_table import TREE_METHODS, speedups_over_plain
-from sequoia_plan.planner.solving.baselines import baseline
+from sequoia_plan.planner.solving import baselines
 from sequoia_plan.planner.solving.tokens.frontier import max_budget, pick_solver
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
@@ -23,11 +23,11 @@ MAX_LEVELS_DRAWN = 10
 MAX_TITLE_COLUMNS = 20
 """Characters in a line of a method's title."""
 BASELINES = {
-    "complete k-ary, best k": ["k-ary:2", "k-ary:3", "k-ary:4", "k-ary:8"],
-    "k chains, best k": ["chains:2", "chains:4", "chains:8", "chains:16"],
-    "one chain": ["chain"],
+    "complete k-ary, best k": (baselines.complete, (2, 3, 4, 8)),
+    "k chains, best k": (baselines.chains, (2, 4, 8, 16)),
+    "one chain": (baselines.chains, (1,)),
 }
-"""Label of a line in `tokens_panel` -> the baselines of which the best one counts."""
+"""Label of a line in `tokens_panel` -> the family of trees, and the k of which the best counts."""
 
 
 def style(ink: str, line: str, seed: str) -> dict[str, Any]:
@@ -105,11 +105,12 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     possible_sizes = sizes[sizes <= len(best_values)]
     tokens = best_values[possible_sizes - 1]
     axes.plot(possible_sizes, tokens, color=GREEN, lw=2.6, label="this acceptance's best tree")
-    for (label, names), colour in zip(BASELINES.items(), (AMBER, BLUE, PURPLE), strict=True):
+    families = zip(BASELINES.items(), (AMBER, BLUE, PURPLE), strict=True)
+    for (label, (family, numbers)), colour in families:
         tokens = [
             max(
-                expected_tokens(baseline(name, int(size), depth), acceptance.rates)
-                for name in names
+                expected_tokens(family(int(size), depth, number), acceptance.rates)
+                for number in numbers
             )
             for size in sizes
         ]

@@ -1,53 +1,25 @@
-"""Trees from other work, by name, to compare with. None depends on the acceptance vector."""
+"""Trees from other work, to compare with. None depends on the acceptance vector."""
 
-from collections.abc import Iterable
-from itertools import islice, repeat
+import numpy as np
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
-
-
-def baseline(name: str, size: int, depth: int) -> TokenTree:
-    """Build a baseline tree of at most `size` nodes and `depth` levels, the root's included.
-
-    Args:
-        name: one of
-            "chain": one sequence;
-            "chains:K": K independent sequences, whose lengths differ by one node at most;
-            "k-ary:K": a complete tree, filled breadth-first;
-            "specinfer:K1,K2,...": every node of level l has K(l+1) children (SpecInfer,
-            arXiv 2305.09781, section 4.1).
-
-    Raises:
-        ArgumentError: for an unknown name.
-    """
-    shape, _, argument = name.partition(":")
-    try:
-        numbers = [int(number) for number in argument.split(",")] if argument else []
-    except ValueError:
-        numbers = [-1]
-    if min(numbers, default=1) > 0:
-        match shape, numbers:
-            case "chain", []:
-                return _expand(repeat(1, depth - 1), size)
-            case "chains", [num_chains]:
-                return _expand([num_chains, *repeat(1, depth - 2)][: depth - 1], size)
-            case "k-ary", [num_children]:
-                return _expand(repeat(num_children, depth - 1), size)
-            case "specinfer", [_, *_]:
-                return _expand(numbers[: depth - 1], size)
-    raise ArgumentError(
-        f"baseline: found {name!r}, expected chain, chains:K, k-ary:K or specinfer:K1,K2,..."
-    )
+from sequoia_plan.artifacts import TokenTree
 
 
-def _expand(children_per_level: Iterable[int], size: int) -> TokenTree:
-    """Give every node of each level so many children, breadth-first up to `size` nodes."""
-    parents, level = [-1], range(1)
-    for num_children in children_per_level:
-        children = (parent for parent in level for _ in range(num_children))
-        parents += islice(children, size - len(parents))
-        level = range(level.stop, len(parents))
-    return TokenTree.from_parents(parents)
+def complete(size: int, depth: int, branching: int) -> TokenTree:
+    """A complete tree of at most `size` nodes and `depth` levels, filled breadth-first."""
+    parents = (np.arange(size) - 1) // branching
+    return _first_levels(TokenTree.from_parents(parents), depth)
+
+
+def chains(size: int, depth: int, count: int) -> TokenTree:
+    """So many sequences that share the root alone, and whose lengths differ by one at most."""
+    parents = np.r_[-1, np.maximum(np.arange(1, size) - count, 0)]
+    return _first_levels(TokenTree.from_parents(parents), depth)
+
+
+def _first_levels(tree: TokenTree, depth: int) -> TokenTree:
+    """A tree without the levels beyond `depth`."""
+    return TokenTree(tree.parents[: tree.level_offsets[: depth + 1][-1]])
 
 
 TreeAndVerifier = tuple[TokenTree, str]
@@ -68,9 +40,9 @@ def bench_trees(tree: TokenTree, verifier: str) -> dict[str, TreeAndVerifier]:
     if tree.size > 1:
         num_chains = max(1, (tree.size - 1) // (tree.depth - 1))
         trees |= {
-            "chain": (baseline("chain", tree.size, tree.depth), verifier),
-            "chains": (baseline(f"chains:{num_chains}", tree.size, tree.depth), "specinfer"),
-            "k-ary": (baseline("k-ary:2", tree.size, tree.depth), verifier),
+            "chain": (chains(tree.size, tree.depth, 1), verifier),
+            "chains": (chains(tree.size, tree.depth, num_chains), "specinfer"),
+            "k-ary": (complete(tree.size, tree.depth, 2), verifier),
             "top-k": (alone, "topk"),
             **ours,
         }

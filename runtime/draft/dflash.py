@@ -60,10 +60,6 @@ class DFlashDrafter(HiddenStateDrafter):
         slots = capacity + self.model.block.size
         return TreeCache(self.model.cache_layout(), slots, self.model.device)
 
-    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
-        """The draft gets the prompt only in `prefill_hidden_states`."""
-        cache.finite.fill_(True)
-
     def prefill_hidden_states(
         self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
     ) -> None:

@@ -126,6 +126,10 @@ class HiddenStateDrafter(Drafter):
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
         self.drafting = model.drafting
 
+    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
+        """The draft reads the prompt in `prefill_hidden_states`."""
+        cache.finite.fill_(True)
+
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
 

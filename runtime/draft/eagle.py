@@ -55,10 +55,6 @@ class EagleDrafter(HiddenStateDrafter):
         cache.features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
 
-    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
-        """The draft reads the prompt in `prefill_hidden_states`."""
-        cache.finite.fill_(True)
-
     def prefill_hidden_states(
         self, cache: Any, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
     ) -> None:

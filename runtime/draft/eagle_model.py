@@ -64,6 +64,10 @@ class Eagle3(HiddenStateDraft):
             hidden_states = torch.cat(normed, -1)
         return self.fc(hidden_states)
 
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """The output of rows [..., width] -> logits [..., draft vocabulary]."""
+        return super().head(hidden_states if self.norms.output else self.norm(hidden_states))
+
     def forward(
         self,
         tokens: Tensor,
@@ -93,9 +97,8 @@ class Eagle3(HiddenStateDraft):
         mlp = first.mlp(first.post_attention_layernorm(hidden))
         hidden = add_before(getattr(first, "next_norm", (None,))[0], hidden, mlp)
         hidden = self.run_layers(hidden, angles, masks, cache, first_layer=1)
-        normed = self.norm(hidden)
-        output = normed if self.norms.output else hidden
-        return self.head(normed[:, -logits_to_keep:]), output  # [-0:] keeps all rows
+        output = self.norm(hidden) if self.norms.output else hidden
+        return self.head(output[:, -logits_to_keep:]), output  # [-0:] keeps all rows
 
 
 class Eagle1(HiddenStateDraft):

@@ -33,10 +33,10 @@ MTP = "mtp"
 NAME = re.compile(r"(?:model\.)?(mtp\.)?(?:layers\.(\d+)\.)?(.+)")
 """A tensor's name: the prefix that some heads have, the number of a layer, the name in it."""
 OUR_NAMES = {
-    "enorm.weight": "enorm.weight",
-    "pre_fc_norm_embedding.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "pre_fc_norm_embedding.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "pre_fc_norm_hidden.weight": "pre_fc_norm_hidden.weight",
     "eh_proj.weight": "fc.weight",
     "fc.weight": "fc.weight",
     "shared_head.norm.weight": "block.norm.weight",
@@ -56,15 +56,17 @@ class MtpHead(nn.Module):
         super().__init__()
         self.block = block
         block.set_input_embeddings(nn.Identity())
-        self.enorm, self.hnorm = copy.deepcopy(block.norm), copy.deepcopy(block.norm)
+        self.pre_fc_norm_embedding = copy.deepcopy(block.norm)
+        self.pre_fc_norm_hidden = copy.deepcopy(block.norm)
         self.fc = nn.Linear(2 * width, width, bias=False, dtype=dtype)
 
     def forward(
         self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> Tensor:
         """Rows [batch, rows, hidden size] of embeddings and features -> rows after its norm."""
+        normed = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(features)]
         output: Tensor = self.block(
-            inputs_embeds=self.fc(torch.cat([self.enorm(embedded), self.hnorm(features)], -1)),
+            inputs_embeds=self.fc(torch.cat(normed, -1)),
             position_ids=positions,
             attention_mask=mask,
             use_cache=cache is not None,
@@ -142,7 +144,7 @@ def load_mtp(target: Any) -> MtpDraft:
     try:
         if not heads:
             raise SequoiaPlanError(_why_none(config))
-        return _build(target, [heads[number] for number in range(len(heads))])
+        return build_mtp(target, [heads[number] for number in range(len(heads))])
     except Exception as error:  # transformers raises errors of many types
         ours = isinstance(error, SequoiaPlanError)
         reason = error if ours else f"its MTP head cannot be built: {first_line(error)}"
@@ -177,8 +179,8 @@ def _why_none(config: Any) -> str:
     return "has no MTP head (no tensors named mtp.*, and none behind its last layer)"
 
 
-def _build(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
-    """The draft of heads with these weights.
+def build_mtp(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
+    """The draft of heads with these weights, by the names of `MtpHead`'s parameters.
 
     transformers loads a head's layer as that of a model with one layer, and so converts weights as
     it does for the target.
@@ -199,7 +201,7 @@ def _build(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
     words = dict.fromkeys(
         (f"{prefix}.embed_tokens.weight", "lm_head.weight"), torch.zeros(1, config.hidden_size)
     )
-    blocks, own = [], {"enorm.weight", "hnorm.weight", "fc.weight"}
+    blocks, own = [], {"pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight"}
     for number, tensors in enumerate(heads):
         weights = {
             name.replace("block", prefix): tensor

@@ -96,6 +96,13 @@ def test_show_says_what_other_prompts_may_give(run):
     assert lines[3].startswith(f"  3                     {plan.speedup_by_kind['3']:.2f}x (95 %: ")
 
 
+def test_profile_says_which_prompts_it_used():
+    prompts = {kind: [ClassCounts(9, (4.0,))] * 8 for kind in ("chat", "code")}
+    text = profiling._describe_prompts(replace(PROFILE, prompts=prompts), 20, 40)
+    assert text.startswith("prompts     16 of 40 (8 chat, 8 code); 4 left out, because --precision")
+    assert text.endswith("; every second one is for bench")
+
+
 def test_solve_says_when_to_count_again(run):
     """For trees of more than 16 nodes, unless a tree of at least half their size wrote the text."""
     counts = Counts([[600], [200]], [[[300, 120, 60]], [[100, 40, 20]]])

@@ -15,12 +15,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from sequoia_plan_drafts.recipe.eagle3 import (
+    ChainRecipe,
     Eagle3Recipe,
     chain_logits,
     train_eagle3,
     untrained_draft,
 )
-from sequoia_plan_drafts.recipe.language_model import LanguageModelRecipe, train_language_model
+from sequoia_plan_drafts.recipe.language_model import train_language_model
+from sequoia_plan_drafts.recipe.mtp import train_mtp, untrained_head
 from sequoia_plan_drafts.recipe.questions import (
     MAX_PASSAGE_TOKENS,
     make_questions,
@@ -28,16 +30,23 @@ from sequoia_plan_drafts.recipe.questions import (
     passage_of,
 )
 from sequoia_plan_drafts.recipe.text import TOP, TextRecipe, write_text
-from sequoia_plan_drafts.recipe.training import chain_losses, divergence_and_rejection
+from sequoia_plan_drafts.recipe.training import (
+    TrainingSettings,
+    chain_losses,
+    divergence_and_rejection,
+)
 from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
 
-from drafts import golden, load, small_target, write
+from drafts import golden, load, logits_of_tree, small_target, started, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.draft.eagle import EagleDrafter
+from sequoia_plan.runtime.models.pretrained import local_folder
 
 pytestmark = pytest.mark.slow
 GOLDEN = golden("eagle3")
 LAYERS = (2, 15, 27)
+STATES = (*LAYERS, 30)
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
 
 
@@ -45,7 +54,7 @@ TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
 def text_folder(plain_target, pair, tmp_path_factory):
     """Some conversations that the embedded target wrote, with its hidden states."""
     folder = tmp_path_factory.mktemp("text")
-    write_text(plain_target, pair.tokenizer, TextRecipe(300, 6, LAYERS, 3), folder)
+    write_text(plain_target, pair.tokenizer, TextRecipe(300, 6, STATES, 3), folder)
     return folder
 
 
@@ -54,13 +63,10 @@ def text(text_folder):
     return TrainingText([text_folder])
 
 
-def held_out_batch(text, scaled):
-    """The last two conversations, with hidden states as they are or as in training."""
+def held_out_batch(text):
+    """The last two conversations."""
     last_two = range(len(text.conversations) - 2, len(text.conversations))
-    (batch,) = text.batches(last_two, 2)
-    if scaled:
-        return batch
-    return batch._replace(hidden_states=batch.hidden_states / text.hidden_state_scale)
+    return next(text.batches(last_two, 2))
 
 
 @torch.no_grad()
@@ -74,7 +80,7 @@ def test_the_text_has_the_probs_and_hidden_states_of_its_target(plain_target, pa
         torch.testing.assert_close(
             logp.gather(1, top_ids.long()), top_logp.float(), atol=2e-2, rtol=2e-3
         )
-        expected = torch.cat([output.hidden_states[layer][0] for layer in LAYERS], -1)
+        expected = torch.cat([output.hidden_states[layer][0] for layer in STATES], -1)
         torch.testing.assert_close(states.float(), expected, atol=2e-2, rtol=2e-3)
         answer = tokens[-len(top_ids) :].tolist()
         assert end not in answer[:-1] and (answer[-1] == end or len(tokens) == 256)
@@ -119,7 +125,6 @@ def run_recipe(monkeypatch, *words):
     [
         ("text --hidden-states 99", "--hidden-states 99: the target has 0"),
         ("train --text T --steps 0", "--steps: invalid"),
-        ("train --text T --layers 99 --held-out 2", "--layers 99: the target has"),
         ("text -o T", "exists already; name a new folder"),
         ("train --text T -o T", "is the input"),
         ("train --text T", "--held-out 100: the text has"),
@@ -222,12 +227,11 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys,
     vocabulary = text.draft_vocabulary(vocabulary_size, recipe.draft_vocabulary)
     assert loaded.draft.aux_hidden_state_layers == LAYERS
     assert loaded.draft.d2t.equal(vocabulary.d2t)
-    losses = []
+    batch, losses = held_out_batch(text), []
     with torch.no_grad():
         new = untrained_draft(plain_target, vocabulary)
-        for draft, scaled in ((new, True), (loaded.draft, False)):
-            batch = held_out_batch(text, scaled)
-            logits = list(chain_logits(draft, batch, 2))
+        for draft, scale in ((new, text.hidden_state_scale), (loaded.draft, 1)):
+            logits = list(chain_logits(draft, batch, 2, scale))
             losses.append(chain_losses(logits, vocabulary.target_to_draft, batch))
     assert (losses[1] < losses[0]).all()
     expected = vocabulary.target_to_draft[batch.top_ids[:, 0]]
@@ -237,12 +241,34 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys,
     assert_decodes_exactly(loaded, plain_target)
 
 
+def test_a_head_that_is_trained_is_the_one_that_decodes(plain_target, text, tmp_path):
+    """Some steps bring it nearer to the target; in the target's folder it drafts as in training."""
+    recipe = ChainRecipe(512, 12, 2, held_out=2, chain=2)
+    for file in local_folder(None, torch.float32).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    train_mtp(plain_target, text, recipe, tmp_path / "mtp.safetensors", "the target")
+    loaded = load_pair(target=str(tmp_path), draft="mtp", dtype="float32")
+    vocabulary = text.draft_vocabulary(plain_target.config.vocab_size, 512)
+    batch, losses = held_out_batch(text), []
+    with torch.no_grad():
+        for draft in (untrained_head(plain_target), loaded.draft):
+            logits = list(chain_logits(draft, batch, 2))
+            covered = [place[:, vocabulary.d2t] for place in logits]
+            losses.append(chain_losses(covered, vocabulary.target_to_draft, batch))
+        decoding = (loaded.draft, batch.tokens[0, :60], batch.hidden_states[0], int(batch.rows[5]))
+        passes = logits_of_tree(*started(EagleDrafter, *decoding), TokenTree.chain(3))
+        for place, drafted in enumerate(passes):
+            torch.testing.assert_close(drafted[0], logits[place][5 + place], atol=1e-3, rtol=0)
+    assert (losses[1] < losses[0]).all()
+    assert_decodes_exactly(loaded, plain_target)
+
+
 def test_training_goes_on_from_a_draft(plain_target, text, tmp_path):
     """Without a learning rate the draft stays what it was, with one it comes nearer to the target.
 
     Other drafts are refused.
     """
-    recipe = Eagle3Recipe(draft_vocabulary=512, steps=4, batch=2, chain=2, held_out=2)
+    recipe = Eagle3Recipe(512, 4, 2, chain=2, held_out=2)
     kept = replace(
         recipe, draft_vocabulary=9, steps=1, learning_rate=0.0, start=str(tmp_path / "draft")
     )
@@ -250,7 +276,7 @@ def test_training_goes_on_from_a_draft(plain_target, text, tmp_path):
     losses = {}
     for name, settings in (("draft", recipe), ("kept", kept), ("further", further)):
         train_eagle3(plain_target, text, settings, tmp_path / name, "the target")
-        draft, batch = load(tmp_path / name, plain_target), held_out_batch(text, False)
+        draft, batch = load(tmp_path / name, plain_target), held_out_batch(text)
         vocabulary = text.draft_vocabulary(plain_target.config.vocab_size, 0, draft.d2t)
         with torch.no_grad():
             logits = chain_logits(draft, batch, 2)
@@ -268,7 +294,7 @@ def test_training_goes_on_from_a_draft(plain_target, text, tmp_path):
 
 
 def test_a_language_model_draft_that_is_trained_decodes_exactly(plain_target, text, tmp_path):
-    recipe = LanguageModelRecipe(draft_vocabulary=512, steps=6, batch=2, held_out=2, layers=(0,))
+    recipe = TrainingSettings(512, 6, 2, held_out=2)
     path = tmp_path / "draft.safetensors"
     train_language_model(plain_target, text, recipe, path, "the target")
     assert_decodes_exactly(load_pair(draft=str(path), dtype="float32"), plain_target)

@@ -8,8 +8,9 @@ from strategies import acceptance_vectors, at_depth, rates
 
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.planner import baseline, check, solve
+from sequoia_plan.planner import check, solve
 from sequoia_plan.planner.solving import certificate
+from sequoia_plan.planner.solving.baselines import chains, complete
 from sequoia_plan.planner.solving.tokens import dynamic_programming
 
 
@@ -73,10 +74,11 @@ def test_a_million_nodes():
     acceptance_vectors(longest=5),
     st.integers(2, 30),
     st.integers(2, 7),
-    st.sampled_from(["chain", "chains:3", "k-ary:2", "specinfer:3,1,2"]),
+    st.sampled_from([chains, complete]),
+    st.integers(1, 3),
 )
-def test_no_baseline_is_worth_more(acceptance, size, depth, name):
-    tree = baseline(name, size, depth)
+def test_no_baseline_is_worth_more(acceptance, size, depth, family, number):
+    tree = family(size, depth, number)
     assert tree.size <= size and tree.depth <= depth
     vector = acceptance + [0.0] * max(0, tree.branching - len(acceptance))
     optimum = solve(vector, budget=tree.size, depth=depth).plan.expected_tokens
@@ -85,19 +87,14 @@ def test_no_baseline_is_worth_more(acceptance, size, depth, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "limits", "widths"),
+    ("family", "limits", "widths"),
     [
-        ("chain", (4, 9), [1, 1, 1, 1]),
-        ("chains:3", (7, 9), [1, 3, 3]),
-        ("k-ary:2", (7, 3), [1, 2, 4]),
-        ("specinfer:2,3", (99, 9), [1, 2, 6]),
+        (chains, (4, 9, 1), [1, 1, 1, 1]),
+        (chains, (7, 9, 3), [1, 3, 3]),
+        (chains, (9, 3, 4), [1, 4, 4]),
+        (complete, (7, 3, 2), [1, 2, 4]),
+        (complete, (99, 3, 2), [1, 2, 4]),
     ],
 )
-def test_baselines_have_their_shapes(name, limits, widths):
-    assert baseline(name, *limits).level_widths.tolist() == widths
-
-
-@pytest.mark.parametrize("name", ["chains:0", "k-ary:x", "nothing", "k-ary:", "chain:4"])
-def test_unknown_baselines_are_refused(name):
-    with pytest.raises(SequoiaPlanError, match="expected chain, chains:K"):
-        baseline(name, 8, 4)
+def test_baselines_have_their_shapes(family, limits, widths):
+    assert family(*limits).level_widths.tolist() == widths

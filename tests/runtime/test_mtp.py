@@ -74,7 +74,7 @@ def test_greedy_is_the_targets_own_text(pair):
 BAD = {
     "lost": ("layers.2.", None, {}, "num_nextn_predict_layers: 1, and its files"),
     "none": ("layers.2.", None, {"num_nextn_predict_layers": 0}, "has no MTP head"),
-    "a norm lost": ("2.hnorm", None, {}, "hnorm.weight is missing"),
+    "a norm lost": ("2.hnorm", None, {}, "pre_fc_norm_hidden.weight is missing"),
     "a projection lost": ("2.self_attn.q", None, {}, "q_proj.weight is missing"),
     "another width": ("2.eh_proj", torch.ones(3, 32), {}, "cannot be built"),
     "unknown": ("no name", torch.ones(3), {}, "layers.0.more.weight is missing or unknown"),

@@ -1,7 +1,8 @@
 """Make a draft for a target: `python -m sequoia_plan_drafts.recipe COMMAND --help`.
 
-`text` lets the target write training text; `train` trains a small Llama on it, and `eagle3` a draft
-that reads the target's hidden states. docs/draft.md has the whole way.
+`text` lets the target write training text; `train` trains a small Llama on it, `eagle3` a draft
+that reads the target's hidden states, and `mtp` a head for the target's own checkpoint.
+docs/draft.md has the whole way.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.pretrained import load_model
-from sequoia_plan_drafts.recipe.eagle3 import Eagle3Recipe, train_eagle3
-from sequoia_plan_drafts.recipe.language_model import LanguageModelRecipe, train_language_model
+from sequoia_plan_drafts.recipe.eagle3 import ChainRecipe, Eagle3Recipe, train_eagle3
+from sequoia_plan_drafts.recipe.language_model import train_language_model
+from sequoia_plan_drafts.recipe.mtp import train_mtp
 from sequoia_plan_drafts.recipe.text import TextRecipe, write_text
+from sequoia_plan_drafts.recipe.training import TrainingSettings
 from sequoia_plan_drafts.recipe.training_text import TrainingText
 
 
@@ -33,10 +36,11 @@ def positive_integer(text: str) -> int:
     return number
 
 
-RECIPES: dict[str, Any] = {
-    "text": TextRecipe,
-    "train": LanguageModelRecipe,
-    "eagle3": Eagle3Recipe,
+RECIPES: dict[str, tuple[Any, Callable[..., None]]] = {
+    "text": (TextRecipe, write_text),
+    "train": (TrainingSettings, train_language_model),
+    "eagle3": (Eagle3Recipe, train_eagle3),
+    "mtp": (ChainRecipe, train_mtp),
 }
 OPTION_TYPES: dict[type, Callable[[str], Any]] = {
     int: positive_integer,
@@ -48,12 +52,11 @@ OPTION_TYPES: dict[type, Callable[[str], Any]] = {
 HELP = {
     "tokens": "to write",
     "rows": "conversations written side by side",
-    "hidden_states": "layers whose hidden states are kept for an EAGLE draft: 0 is the embedding, "
-    "k is the output of layer k, counted from 1",
+    "hidden_states": "layers whose hidden states are kept for eagle3 or mtp: 0 is the embedding, k "
+    "is the output of layer k, counted from 1; of the last, after the final norm",
     "draft_vocabulary": "tokens that the draft can propose, those that the target uses most",
     "batch": "conversations in a step",
     "held_out": "conversations, the last ones, to evaluate on",
-    "layers": "the target's layers to start from",
     "chain": "tokens of a chain that are trained together",
     "start": "folder of a trained draft to continue from, with a head for the same tokens",
 }
@@ -70,16 +73,15 @@ def main() -> None:
         text = TrainingText(options.text)
     dtype = resolve_dtype(options.dtype, "cpu")
     options.dtype = dtype_name(dtype)
-    recipe = RECIPES[options.command]
+    recipe, run = RECIPES[options.command]
     settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
         target, tokenizer, _ = load_model(options.target, "cpu", dtype)
-        write_text(target, tokenizer, settings, options.output)
+        run(target, tokenizer, settings, options.output)
         return
     # what is trained starts as the target's layers, in float32
     target, _, name = load_model(options.target, "cpu", torch.float32)
-    train: Any = train_eagle3 if options.command == "eagle3" else train_language_model
-    train(target, text, settings, options.output, name)
+    run(target, text, settings, options.output, name)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -101,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     shared.add_argument("--seed", type=int, default=0)
     shared.add_argument("-o", "--output", type=Path, required=True)
-    for command, recipe in RECIPES.items():
+    for command, (recipe, _) in RECIPES.items():
         parser_of_command = commands.add_parser(
             command, parents=[shared], formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )

@@ -16,7 +16,6 @@ from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.eagle3_folder import write_eagle3
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.from_checkpoint import eagle3_default_layers, load_checkpoint
-from sequoia_plan.runtime.models.architecture import FULL
 from sequoia_plan_drafts.recipe.training import Training, TrainingSettings, config_like
 from sequoia_plan_drafts.recipe.training_text import DraftVocabulary, TextBatch, TrainingText
 
@@ -28,11 +27,17 @@ COPYING_HEADS_LOGIT_SCALE = 1.2
 
 
 @dataclass(frozen=True)
-class Eagle3Recipe(TrainingSettings):
-    """How an EAGLE-3 draft is made: from the folder `start`, or anew."""
+class ChainRecipe(TrainingSettings):
+    """How a draft that reads hidden states is made."""
 
     steps: int = 3000
     chain: int = 3
+
+
+@dataclass(frozen=True)
+class Eagle3Recipe(ChainRecipe):
+    """How an EAGLE-3 draft is made: from the folder `start`, or anew."""
+
     start: str | None = None
 
 
@@ -46,7 +51,7 @@ def train_eagle3(
     """Train an EAGLE-3 draft for `target` (a Llama in float32) and write it to the folder `out`."""
     torch.manual_seed(recipe.seed)
     target_tokens = target.config.vocab_size
-    text.check_hidden_states(eagle3_default_layers(target.config.num_hidden_layers))
+    text.select_hidden_states(eagle3_default_layers(target.config.num_hidden_layers))
     scale = text.hidden_state_scale
     if recipe.start:
         draft = load_for_training(target, recipe.start, scale)
@@ -70,12 +75,16 @@ def train_eagle3(
             metadata | {"target": target_name},
         )
 
-    first_chain_step = 0 if recipe.start else recipe.steps // 2
-    logits_of = partial(chain_logits, draft)
-    training = Training(
-        text, recipe, vocabulary, draft, logits_of, save, recipe.chain, first_chain_step
-    )
-    training.run()
+    Training(
+        text,
+        recipe,
+        vocabulary,
+        draft,
+        partial(chain_logits, draft, scale=scale),
+        save,
+        recipe.chain,
+        0 if recipe.start else recipe.steps // 2,
+    ).run()
 
 
 def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
@@ -102,7 +111,7 @@ def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
         draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight[d2t])
     for name in ("mlp", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(target_layer, name).state_dict())
-    return draft.train()
+    return draft
 
 
 def _initialise_heads(attention: Any, target: Any, token_probs: Tensor) -> None:
@@ -162,11 +171,13 @@ def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:
         raise SequoiaPlanError(f"--start {folder}: expected a draft as `eagle3` writes it")
     with torch.no_grad():
         draft.fc.weight /= scale
-    return draft.requires_grad_(True).train()
+    return draft.requires_grad_(True)
 
 
-def chain_logits(draft: Eagle3, batch: TextBatch, chain: int) -> Iterator[Tensor]:
+def chain_logits(draft: Any, batch: TextBatch, chain: int, scale: Any = 1.0) -> Iterator[Tensor]:
     """The draft's logits for the answer tokens, as a chain's first token, as its second, and so on.
+
+    It reads hidden states times `scale`.
 
     An input row pairs a token with the hidden states of the token before it. The first pass drafts
     with every row as the first of a chain, the next with every row as the second of the chain that
@@ -174,16 +185,15 @@ def chain_logits(draft: Eagle3, batch: TextBatch, chain: int) -> Iterator[Tensor
     to its own chain in the passes since.
     """
     num_rows = batch.tokens.shape[1] - 1
-    tokens, features = batch.tokens[:, 1:], draft.fuse(batch.hidden_states[:, :-1])
+    tokens, features = batch.tokens[:, 1:], draft.fuse(batch.hidden_states[:, :-1] * scale)
     # `batch.rows` counts a row more in each conversation, where row t there is token t
     rows = batch.rows - 1 - batch.rows // (num_rows + 1)
     cache = DynamicCache()
     angles = draft.rotary_emb(features, torch.arange(1, num_rows + 1)[None])
     for place in range(chain):
-        masks = {FULL: chain_mask(num_rows, place)[None, None]}
+        masks = draft.masks_by_layer_type(cache, chain_mask(num_rows, place), None, None)
         _, outputs = draft(tokens, features, angles, masks, cache, logits_to_keep=1)
-        drafted = outputs.flatten(0, 1)[rows]
-        yield draft.head(drafted if draft.norms.output else draft.norm(drafted))
+        yield draft.head(outputs.flatten(0, 1)[rows])
         # the feature of a row is the output of the row before; row 0 has none before it
         features = torch.cat([outputs[:, :1], outputs[:, :-1]], 1)
 

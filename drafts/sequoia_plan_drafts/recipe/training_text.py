@@ -44,8 +44,8 @@ class DraftVocabulary:
 class TextBatch(NamedTuple):
     """b conversations, padded to n tokens, with a answer tokens.
 
-    `tokens` int64 [b, n]; `hidden_states` float32 [b, n, layers * width], scaled; `rows` int64 [a]:
-    the token before each answer token, counted over all b * n; `top_ids` int64 [a, TOP]; `top_logp`
+    `tokens` int64 [b, n]; `hidden_states` float32 [b, n, layers * width]; `rows` int64 [a]: the
+    token before each answer token, counted over all b * n; `top_ids` int64 [a, TOP]; `top_logp`
     float32 [a, TOP].
     """
 
@@ -75,15 +75,21 @@ class TrainingText:
                 if metadata not in self.metadata:
                     self.metadata.append(metadata)
 
-    def check_hidden_states(self, expected: tuple[int, ...]) -> None:
-        """Refuse text with other hidden states of the target than these."""
+    def select_hidden_states(self, expected: tuple[int, ...]) -> None:
+        """Keep these hidden states of the target; refuse text without one of them."""
+        written = self.metadata[0]["hidden_states"]
         for metadata in self.metadata:
-            if tuple(metadata["hidden_states"]) != expected:
+            if metadata["hidden_states"] != written or {*expected} - {*written}:
                 numbers = " ".join(map(str, expected))
                 raise SequoiaPlanError(
                     f"--text: holds the hidden states {metadata['hidden_states']}, expected "
                     f"{numbers} for this draft; write it with --hidden-states {numbers}"
                 )
+            metadata["hidden_states"] = list(expected)
+        columns = [written.index(layer) for layer in expected]
+        for index, conversation in enumerate(self.conversations):
+            states = conversation.hidden_states.unflatten(1, (len(written), -1))[:, columns]
+            self.conversations[index] = conversation._replace(hidden_states=states.flatten(1))
 
     def draft_vocabulary(
         self, vocabulary: int, size: int, d2t: Tensor | None = None
@@ -144,7 +150,7 @@ class TrainingText:
             ]
             yield TextBatch(
                 tokens,
-                hidden_states * self.hidden_state_scale,
+                hidden_states,
                 torch.cat([rows + i * tokens.shape[1] for i, rows in enumerate(answer_rows)]),
                 torch.cat([c.top_ids for c in batch]).long(),
                 torch.cat([c.top_logp.float() for c in batch]),
