@@ -29,7 +29,7 @@ EAGLE3 = b"GGUF general.architecture\x08\0\0\0\x06\0\0\0\0\0\0\0eagle3"
 def invoke(tmp_path, monkeypatch):
     """Runs the command with the stand-in in a folder of files that stand for models."""
     monkeypatch.chdir(tmp_path)
-    for name in ("target", "draft", "dies", "breaks", "old", "unpaired", "memory"):
+    for name in ("target", "draft", "dies", "breaks", "unpaired", "memory", "hangs"):
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
     (tmp_path / "eagle3.gguf").write_bytes(EAGLE3)
     (tmp_path / "mtp.gguf").write_bytes(b"GGUF x.nextn_predict_layers")
@@ -90,7 +90,6 @@ def test_a_diagnosis(invoke, words):
                 "-md draft.gguf --spec-type draft-simple,draft-eagle3",
             )
         ),
-        ("-m old.gguf", 1, "this version has no --spec-type; build llama.cpp of"),
         ("-m dies.gguf", 1, "died with exit code 1 while starting: llama_model_load:"),
         ("-m breaks.gguf", 1, "the engine died with exit code 3 while answering /comp"),
         ("-m memory.gguf", 1, "not enough memory: a shorter context (-c"),
@@ -111,12 +110,15 @@ def test_a_fault_is_one_line_and_nothing_runs_on(invoke, monkeypatch, words, cod
     result = invoke(*words.split())
     assert result.exit_code == code and "Traceback" not in result.output, result.output
     assert message in result.stderr.strip().splitlines()[-1]
-    assert not any(session_pids(process.pid) for process in started)
+    assert not any(session_pids(process.pid) for process in [*started])
 
 
-def test_no_such_server(invoke):
+def test_a_server_that_is_none_or_old(invoke):
     result = invoke("-m", "target.gguf", server="nowhere")
     assert "--server nowhere: no such program; build llama.cpp" in result.stderr
+    Path("old").symlink_to(SERVER)
+    result = invoke("-m", "target.gguf", server="./old")
+    assert "./old: this version has no --spec-type; build llama.cpp of" in result.stderr
 
 
 @pytest.fixture
