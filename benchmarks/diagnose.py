@@ -8,21 +8,20 @@
 A real engine runs the embedded models (docs/engines.md says how to write them). The plan is made of
 every second built-in prompt, and the cells are measured on the others, in rounds in which the ways
 of drafting alternate. `vllm` measures the whole grid of lengths, batch sizes and, with `--context
-256,2048`, contexts, and then vLLM with the plan's schedule. `llamacpp` measures one pair of a
-target and a draft, and adds it to the output; with `--grid` it searches every n-max and p-min of a
-grid by brute force on the plan's own prompts, and compares what both found and how long they took.
-vLLM's environment variables are taken as they are.
+256,2048`, contexts. `llamacpp` measures one pair of models, and adds it to the output; with
+`--grid` it searches every n-max and p-min of a grid by brute force on the plan's own prompts, and
+compares what both found and how long they took.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from reports import new_parser, write_report
@@ -34,13 +33,10 @@ from sequoia_plan.engines.plan import NONE, Cell, Drafting, MeasuredCell
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.prediction import predict_cells
 from sequoia_plan.engines.spec_types import split_types
-from sequoia_plan.engines.vllm import SCHEDULE_KEY, VllmPool, speculative_config
+from sequoia_plan.engines.vllm import VllmPool, speculative_config
 from sequoia_plan.engines.workload import EngineRun, RunKind, Workload, measured_cell
 from sequoia_plan.profiler.hardware import fingerprint
 
-VLLM_BATCHES, VLLM_MAX_LENGTH = [1, 4, 16], 6
-CONTEXT_BATCHES, CONTEXT_MAX_LENGTH = [1, 4], 1
-"""The grid with contexts."""
 VLLM_OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -48,12 +44,6 @@ VLLM_OPTIONS = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 1024,
 }
-ENVIRONMENT_VARIABLES = (
-    "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_CPU_OMP_THREADS_BIND",
-    "OMP_NUM_THREADS",
-)
-"""Variables that the output records."""
 MOST = 8
 CHAINS = [Drafting(3), Drafting(1), Drafting(2, 0.6), Drafting(8), Drafting(8, 0.8)]
 LOOKUPS = [Drafting(0, 0.0, *sizes) for sizes in ((2, 8), (3, 8), (12, 48))]
@@ -86,8 +76,6 @@ def comparison(kind: RunKind, cell: Cell, measured: MeasuredCell) -> dict[str, A
         "low": cell.low,
         "high": cell.high,
         "measured": measured.throughput,
-        "slowest": measured.low,
-        "fastest": measured.high,
         "error": round(cell.throughput / measured.throughput - 1, 4),
         "tokens_error": round(cell.tokens_per_step / measured.tokens_per_step - 1, 4),
         "seconds_error": round(cell.seconds / measured.seconds - 1, 4),
@@ -103,49 +91,33 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
     """Plans for vLLM, and measures the whole grid."""
     contexts = [int(text) for text in arguments.context.split(",")]
-    batches, max_length = VLLM_BATCHES, VLLM_MAX_LENGTH
+    batches, max_length = [1, 4, 16], 6
     options = dict(VLLM_OPTIONS)
     if any(contexts):
-        batches, max_length = CONTEXT_BATCHES, CONTEXT_MAX_LENGTH
+        batches, max_length = [1, 4], 1
         options["max_model_len"] = max(contexts) + 2 * arguments.tokens
-    config = speculative_config(arguments.method, arguments.draft, {})
 
-    def new_pool(extra: Mapping[str, Any]) -> VllmPool:
-        return VllmPool(
-            target=arguments.target,
-            draft=arguments.draft,
-            workload=Workload.load(None, arguments.prompts, arguments.tokens, 0.0),
-            max_context=max(contexts),
-            report_status=lambda text: print(text, flush=True),
-            python=arguments.python,
-            speculative={**config, **extra},
-            options=options,
-        )
-
-    with new_pool({}) as pool:
+    with VllmPool(
+        target=arguments.target,
+        draft=arguments.draft,
+        workload=Workload.load(None, arguments.prompts, arguments.tokens),
+        max_context=max(contexts),
+        report_status=lambda text: print(text, flush=True),
+        python=arguments.python,
+        speculative=speculative_config(arguments.method, arguments.draft, {}),
+        options=options,
+    ) as pool:
         measurements = planning.measure(pool, batches, max_length, contexts)
         plan = planning.plan_of(pool, measurements, batches)
         grid = product(map(Drafting, range(max_length + 1)), batches, contexts)
         measured = measure_kinds(pool, [RunKind(*kind) for kind in grid], arguments.repeats)
-    scheduled: dict[RunKind, MeasuredCell] = {}
-    schedule = plan.contexts[0].schedule
-    if len(schedule) > 1 and not any(contexts):
-        longest = Drafting(max(entry.speculative_tokens for entry in schedule))
-        entries = [[entry.first, entry.last, entry.speculative_tokens] for entry in schedule]
-        with new_pool({SCHEDULE_KEY: entries}) as pool:
-            kinds = [RunKind(longest, batch) for batch in batches]
-            scheduled = measure_kinds(pool, kinds, arguments.repeats)
     rows = [
         comparison(kind, cell, measured[kind])
         for part in plan.contexts
         for cell in part.cells
-        for kind in [RunKind.of(cell, part.context)]
+        for kind in [RunKind(cell.drafting, cell.batch, part.context)]
     ]
-    return {
-        "schedule": {kind.batch: cell.throughput for kind, cell in scheduled.items()},
-        **summary(rows),
-        "plan": plan.to_dict(),
-    }
+    return {**summary(rows), "plan": plan.to_dict()}
 
 
 def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -169,21 +141,17 @@ def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
         model = replace(model, draftings=[*model.draftings, *JOINED * bool(draft_type)])
         cells = {cell.drafting: cell for cell in predict_cells(model, times, 1)}
         result["planning_seconds"] = time.perf_counter() - start_time
-        ranked = sorted(cells.values(), key=lambda cell: -cell.throughput)
-        draftings = [NONE, *(CHAINS + JOINED) * bool(draft_type), *LOOKUPS, ranked[0].drafting]
+        best = max(cells.values(), key=speed).drafting
+        draftings = [NONE, *(CHAINS + JOINED) * bool(draft_type), *LOOKUPS, best]
         if arguments.grid:
             result["grid"] = searched(pool, cells)
         else:
             kinds = [RunKind(drafting) for drafting in dict.fromkeys(draftings)]
             measured = measure_kinds(pool, kinds, arguments.repeats)
             rows = [comparison(kind, cells[kind.drafting], measured[kind]) for kind in kinds]
+            print(*rows, sep="\n", flush=True)
             result |= summary(rows)
-        result |= {
-            "steps": [step.to_dict() for step in times.steps],
-            "target_seconds": dict(times.target_seconds),
-            "draft_pass_seconds": times.pass_seconds,
-            "acceptance": model.acceptance.to_dict(),
-        }
+        result["target_seconds"] = dict(times.target_seconds)
     pairs = []
     if arguments.output.exists():
         pairs = json.loads(arguments.output.read_text())["pairs"]
@@ -192,24 +160,24 @@ def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"pairs": pairs, **{key: sum(pair.get(key, 0) for pair in pairs) for key in keys}}
 
 
+speed = attrgetter("throughput")
+
+
 def searched(pool: LlamaCppPool, cells: Mapping[Drafting, Cell]) -> dict[str, Any]:
     """Every setting of the grid, measured on the prompts of the plan, and the plan's choice."""
-    prompts = pool.workload.measuring
-    chosen = max((cells[each] for each in cells if each.is_chain), key=lambda cell: cell.throughput)
+    chosen = max((cell for cell in cells.values() if cell.drafting.is_chain), key=speed)
     start_time = time.perf_counter()
-    measured = measure_kinds(pool, [*map(RunKind, GRID)], 1, prompts)
-    seconds = time.perf_counter() - start_time
-    best = max(measured, key=lambda kind: measured[kind].throughput)
-    # the two that matter once more, in turns, so that both are of the same minute
-    finals = [*map(RunKind, dict.fromkeys((best.drafting, chosen.drafting)))]
-    final = measure_kinds(pool, finals, 5, prompts)
+    kinds = [*map(RunKind, dict.fromkeys([*GRID, chosen.drafting]))]
+    measured = measure_kinds(pool, kinds, 1, pool.workload.measuring)
+    best = max(measured.values(), key=speed)
     return {
-        "settings": len(GRID),
-        "seconds": seconds,
-        "best": str(best.drafting),
+        "seconds": time.perf_counter() - start_time,
         "chosen": str(chosen.drafting),
-        "chosen_over_best": final[RunKind(chosen.drafting)].throughput / final[best].throughput,
-        "measured": {str(kind.drafting): cell.throughput for kind, cell in measured.items()},
+        "chosen_over_best": speed(measured[RunKind(chosen.drafting)]) / speed(best),
+        "predicted_and_measured": {
+            str(kind.drafting): [speed(cells[kind.drafting]), speed(cell)]
+            for kind, cell in measured.items()
+        },
     }
 
 
@@ -230,9 +198,7 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true", help="search by brute force")
     arguments = parser.parse_args()
     measure = measure_vllm if arguments.engine == "vllm" else measure_llamacpp
-    environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
-    hardware = fingerprint("cpu") | {"environment": environment}
-    write_report(arguments.output, {"hardware": hardware, **measure(arguments)})
+    write_report(arguments.output, {"hardware": fingerprint("cpu"), **measure(arguments)})
 
 
 if __name__ == "__main__":

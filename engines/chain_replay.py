@@ -6,9 +6,9 @@ import math
 import operator
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -62,6 +62,8 @@ class DraftedText:
     proposals: Sequence[Proposal] = ()
     tails: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Probabilities of the tokens that were drafted after a wrong one, by its position."""
+    bonus: int = 1
+    """Tokens that a step of a rejected draft yields besides accepted ones (`Server.bonus`)."""
     first: Sequence[Proposal] = ()
     """Proposals where a chain begins, if they are others: of a draft that reads hidden states."""
 
@@ -84,32 +86,44 @@ class DraftedText:
             return self.proposals[position]
         return Proposal(self.proposals[-1].prob, True)  # beyond the end all accepted is lost
 
+    @cached_property
+    def matches(self) -> Callable[[int], Sequence[int]]:
+        """`earlier_matches` by the number of tokens that are looked up."""
+        return cache(partial(earlier_matches, [*self.prompt, *self.tokens]))
+
     def replay(self, drafting: Drafting) -> list[ChainStep]:
         """Decodes the text again in another way."""
         end = len(self.proposals) if drafting.length else len(self.tokens) - 1
         if drafting.length and drafting.lookup_size:
             end = self.num_shared
-        text = [*self.prompt, *self.tokens]
-        matches = earlier_matches(text, drafting.lookup_size) if drafting.lookup_size else ()
         steps = []
         position = 0
         while position < end:
             # the server leaves room for the token that every step yields; the first token is the
             # prompt's
             room = self.limit - position - 2
-            drafted, accepted = 0, 0
-            if drafting.lookup_size:
-                history = len(self.prompt) + position  # tokens in the cache: all but the last one
-                copied = copied_tokens(text[: history + 1], matches[history], drafting)
-                own = self.tokens[position + 1 :]
-                drafted = len(copied[: max(room, 0)])
-                accepted = [*map(operator.eq, copied[:drafted], own), False].index(False)
+            drafted, accepted = self._look_up(position, room, drafting)
             passes = 0
             if not drafted and room > 0 and drafting.length:
                 drafted, accepted, passes = self._draft(position, room, drafting)
-            steps.append(ChainStep(drafted, accepted, min(accepted + 1, end - position), passes))
-            position += accepted + 1
+            tokens = accepted + (self.bonus if accepted < drafted else 1)
+            steps.append(ChainStep(drafted, accepted, min(tokens, end - position), passes))
+            position += tokens
         return steps
+
+    def _look_up(self, position: int, room: int, drafting: Drafting) -> tuple[int, int]:
+        """Tokens drafted and accepted by llama.cpp's ngram-simple."""
+        size, length = drafting.lookup_size, drafting.lookup_length
+        history = len(self.prompt) + position  # tokens in the cache: all but the last one
+        if not size or history <= size + length + 1 or not (match := self.matches(size)[history]):
+            return 0, 0
+        begin = match + size
+        text = [*self.prompt, *self.tokens][begin : min(begin + length, history)]
+        if len(text) < size:
+            return 0, 0
+        copied = text[: max(room, 0)]
+        same = [*map(operator.eq, copied, self.tokens[position + 1 :]), False]
+        return len(copied), same.index(False)
 
     def _draft(self, position: int, room: int, drafting: Drafting) -> tuple[int, int, int]:
         """Tokens drafted and accepted by a chain of the draft, and its passes.
@@ -164,19 +178,13 @@ def drafted_text(
         if step.accepted < step.drafted:
             tails[len(proposals)] = [proposal.prob for proposal in drafted[step.accepted + 1 :]]
             proposals.append(drafted[step.accepted])
+            unknown = step.tokens - step.accepted - 1  # of a recurrent target
+            proposals += [drafted[step.accepted]._replace(candidates=())] * unknown
         elif drafted:
             proposals.append(proposals[-1]._replace(candidates=()))
         else:  # the last token of a text is not drafted
             proposals.append(Proposal(0.0, False))
     return DraftedText(limit, proposals=proposals[: min(limit - 1, num_tokens)], tails=tails)
-
-
-def copied_tokens(text: Sequence[int], match: int, drafting: Drafting) -> Sequence[int]:
-    """What llama.cpp's ngram-simple drafts after a text, whose last tokens begin at `match` too."""
-    size, length = drafting.lookup_size, drafting.lookup_length
-    copied = text[match + size : -1][:length]
-    is_drafted = match and len(copied) >= size and len(text) > size + length + 2
-    return copied if is_drafted else []
 
 
 def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
@@ -216,20 +224,19 @@ class ReplayModel:
     def improved(self, gain: float) -> ReplayModel:
         """The model of chains alone, with a draft that is right more often.
 
-        Wrong proposals become right at random, and as probable as a random right one.
+        Wrong proposals become right and certain at random.
         """
         rng = random.Random(0)
-        proposals = [*chain.from_iterable(text.proposals for text in self.texts)]
-        right = [proposal.prob for proposal in proposals if proposal.agrees] or [1.0]
-        share = gain * len(proposals) / max(len(proposals) - len(right), 1)
+        wrong = [p for text in self.texts for p in text.proposals if not p.agrees]
+        share = gain * sum(len(text.proposals) for text in self.texts) / max(len(wrong), 1)
 
-        def better(proposal: Proposal) -> Proposal:
-            is_changed = not proposal.agrees and rng.random() < share
-            return Proposal(rng.choice(right), True) if is_changed else proposal
+        def better(proposals: Sequence[Proposal]) -> list[Proposal]:
+            certain = Proposal(1.0, True)
+            return [p if p.agrees or rng.random() > share else certain for p in proposals]
 
         texts = [
-            replace(t, proposals=[*map(better, t.proposals)], first=[*map(better, t.first)])
-            for t in self.texts
+            replace(text, proposals=better(text.proposals), first=better(text.first))
+            for text in self.texts
         ]
         chains = [drafting for drafting in self.draftings if drafting.is_chain]
         return replace(self, texts=texts, draftings=chains, recorded={})
@@ -238,7 +245,11 @@ class ReplayModel:
         """The mean step of all texts. The error is from how texts differ and from the times."""
         replays = [steps for steps in self.replays[drafting] if steps]
         tokens = [sum(step.tokens for step in steps) for steps in replays]
-        seconds = [parts_of(steps, drafting, times).sum() for steps in replays]
+        price = cache(lambda *kind: float(parts_of(drafting, times, *kind).sum()))
+        seconds = [
+            sum(step.seconds or price(step.drafted, step.passes) for step in steps)
+            for steps in replays
+        ]
         time_error = times.seconds_and_error(batch, drafting.length)[1]
         speed = sum(tokens) / sum(seconds)
         text_error = ratio_error(tokens, seconds) / speed if drafting != NONE else 0.0
@@ -248,25 +259,16 @@ class ReplayModel:
         )
 
     def parts_per_token(self, drafting: Drafting, times: StepTimes) -> Floats:
-        """Seconds of the parts of all steps over their tokens (`StepTimes.parts`)."""
+        """Seconds of the parts of all steps over their tokens, of a chain (`StepTimes.parts`)."""
         steps = [*chain.from_iterable(self.replays[drafting])]
-        return parts_of(steps, drafting, times) / sum(step.tokens for step in steps)
+        counts = Counter((step.drafted, step.passes) for step in steps)
+        parts = [count * parts_of(drafting, times, *kind) for kind, count in counts.items()]
+        return np.sum(parts, axis=0) / sum(step.tokens for step in steps)
 
 
-def parts_of(steps: Iterable[ChainStep], drafting: Drafting, times: StepTimes) -> Floats:
-    """Seconds of the parts of several steps of one request, float64 [4].
-
-    A step of looked-up tokens has no pass that drafts, and a chain that the threshold ends has one
-    more than tokens. What a server took itself is one part.
-    """
-    if drafting.types:
-        return np.array([sum(step.seconds for step in steps), 0.0, 0.0, 0.0])
-    counts = Counter((step.drafted, step.passes) for step in steps)
-    parts = [
-        count * np.array(times.parts(drafted, passes if drafting.length else None))
-        for (drafted, passes), count in counts.items()
-    ]
-    return np.sum(parts, axis=0)
+def parts_of(drafting: Drafting, times: StepTimes, drafted: int, passes: int) -> Floats:
+    """Seconds of the parts of a step, float64 [4]."""
+    return np.array(times.parts(drafted, passes if drafting.length else None))
 
 
 def acceptance_of(texts: Sequence[Sequence[ChainStep]], source: str) -> ChainAcceptance:

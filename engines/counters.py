@@ -6,11 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from urllib.request import urlopen
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes
 from sequoia_plan.engines.plan import ChainAcceptance
 
 PREFIX = "vllm:spec_decode_"
@@ -25,24 +23,19 @@ NUM_STEPS = "vllm:inter_token_latency_seconds_count"
 SAMPLE = re.compile(r"^(vllm:\w+?)(?:_total)?(?:\{(.*)\})? (\S+)", re.MULTILINE)
 """Name, labels and value. vLLM's own snapshot (`LLM.get_metrics`) has names without `_total`."""
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
-MAX_PAGE_BYTES = 1 << 26
 TIMEOUT_SECONDS = 10
 """A server must answer within this time."""
 
 
-def fetch(source: str) -> dict[str, float]:
-    """Reads the counters on a metrics page: a server's address, or a file."""
-    if not re.match(r"https?://", source):
-        page = read_bytes(source, "a metrics page of vLLM (Prometheus text)", MAX_PAGE_BYTES)
-        return parse(page.decode(errors="replace"))
-    address = f"{source.rstrip('/').removesuffix('/metrics')}/metrics"
+def fetch(url: str) -> dict[str, float]:
+    """Reads the counters on a running server's metrics page."""
+    address = f"{url.rstrip('/').removesuffix('/metrics')}/metrics"
     try:
         with urlopen(address, timeout=TIMEOUT_SECONDS) as response:
             return parse(response.read().decode(errors="replace"))
     except (OSError, ValueError, HTTPException) as error:
         raise SequoiaPlanError(
-            f"{address} cannot be read ({error!r:.200}); "
-            "name a running vLLM server, or a file of its metrics"
+            f"{address} cannot be read ({error!r:.200}); name a running vLLM server"
         ) from error
 
 
@@ -77,7 +70,7 @@ def chain_acceptance(counters: Mapping[str, float], source: str) -> ChainAccepta
         accepted=tuple(map(round, accepted)),
         # looked-up chains are not in every step; without counts of steps they are taken to be
         drafting_share=round(min(1.0, drafts / (counters.get(NUM_STEPS) or drafts)), 4),
-        source=source if "://" in source else Path(source).name,
+        source=source,
     )
 
 

@@ -37,8 +37,8 @@ ADVICE = {
     "max_model_len in --engine-args) takes less, and fewer layers on the device (-ngl)",
     r"No module named .vllm": "name the Python that has vLLM with --python",
     r"invalid argument|unknown argument": "this llama-server has no such option: build a newer one",
-    r"401|[Ii]nvalid API [Kk]ey": "the server needs a key: give --api-key",
-    r"refused": "no server answers there: start it, or name another --url",
+    r"\b401\b": "the server needs a key: give --api-key",
+    r"Connection refused": "no server answers there: start it, or name another --url",
     r"timed out": "it hangs: see whether it answers /completion at all",
 }
 """What to do, by what an error says."""
@@ -47,9 +47,9 @@ MAX_LOG_BYTES = 1 << 17
 
 
 def advised(text: str) -> str:
-    """An error with what to do about it, where that is known."""
-    hints = [hint for pattern, hint in ADVICE.items() if re.search(pattern, text)]
-    return f"{text}; {hints[0]}" if hints else text
+    """An error in one line, with what to do about it where that is known."""
+    hints = [f"; {hint}" for pattern, hint in ADVICE.items() if re.search(pattern, text)]
+    return "".join([" ".join(text.split()), *hints[:1]])
 
 
 class EngineProcess:

@@ -6,7 +6,6 @@ from itertools import chain, product
 from typing import Any
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.plan import tool_version
 from sequoia_plan.engines import counters
 from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.chain_replay import NOTHING_DRAFTED, ChainStep, acceptance_of
@@ -17,7 +16,6 @@ from sequoia_plan.engines.plan import (
     ContextPlan,
     Drafting,
     EnginePlan,
-    ScheduleEntry,
     StepSeconds,
 )
 from sequoia_plan.engines.planning import make_plan
@@ -54,15 +52,10 @@ def diagnose_steps(steps: counters.ServedSteps, url: str) -> EnginePlan:
     length, batch = len(steps.acceptance.accepted), max(round(steps.requests), 1)
     speed = steps.requests * steps.tokens / steps.seconds
     cell = Cell(batch, Drafting(length), steps.tokens, steps.seconds, speed, speed, speed, 1.0)
-    part = ContextPlan(
-        context=0,
-        acceptance=steps.acceptance,
-        steps=(StepSeconds(batch, length, steps.seconds),),
-        cells=(cell,),
-        schedule=(ScheduleEntry(1, batch, length),),
-        break_even_seconds=steps.seconds / steps.tokens,
-    )
-    return EnginePlan(engine="vllm", target=url, contexts=(part,), tool=tool_version())
+    timed = StepSeconds(batch, length, steps.seconds)
+    break_even = steps.seconds / steps.tokens
+    part = ContextPlan(0, steps.acceptance, (timed,), (cell,), break_even_seconds=break_even)
+    return EnginePlan(engine="vllm", target=url, contexts=(part,))
 
 
 def diagnose_llama_server(
@@ -72,16 +65,14 @@ def diagnose_llama_server(
     report_status: Callable[[str], None],
 ) -> EnginePlan:
     """Decodes prompts, and times the steps of shorter chains in requests without room for more."""
-    prompts = [server.encode(workload.prompts[i])[0] for i in workload.measuring]
+    prompts = [server.encode(workload.prompts[i]) for i in workload.measuring]
 
     def decode(prompt: list[int], tokens: int) -> list[ChainStep]:
         body = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0, "cache_prompt": True}
         return server.generate(body)
 
-    recorded = []
-    for number, prompt in enumerate(prompts, 1):
-        report_status(f"decoding prompt {number} of {len(prompts)}")
-        recorded.append(decode(prompt, workload.tokens))
+    report_status(f"decoding {len(prompts)} prompts")
+    recorded = [decode(prompt, workload.tokens) for prompt in prompts]
     if not any(step.drafted for step in chain(*recorded)):
         raise SequoiaPlanError(f"{server.address}: {NOTHING_DRAFTED}")
     acceptance = acceptance_of(recorded, f"{len(prompts)} prompts")
@@ -90,20 +81,17 @@ def diagnose_llama_server(
     rooms = product(prompts[:TIMED_PROMPTS], range(length + 1))
     short = (decode(prompt, room + 2) for prompt, room in rooms)
     seconds: defaultdict[int, list[float]] = defaultdict(list)
-    for step in chain(*recorded, *short):
-        if step.is_single:
-            seconds[step.drafted].append(step.seconds)
-
-    def options(part: ContextPlan) -> tuple[str, ...]:
-        best = part.best_cell(1).speculative_tokens
-        return (f"--spec-draft-n-max {best}",) if best else ()
-
+    for step in filter(lambda step: step.is_single, chain(*recorded, *short)):
+        seconds[step.drafted].append(step.seconds)
     return make_plan(
         [(ChainModel(acceptance, length), StepTimes(tuple(timed_steps(seconds))))],
         [1],
-        options,
+        lambda part: tuple(
+            f"--spec-draft-n-max {entry.speculative_tokens}"
+            for entry in part.schedule
+            if entry.speculative_tokens
+        ),
         engine="llamacpp",
-        engine_version=str(properties.get("build_info", "")),
-        target=str(properties.get("model_path", "")),
-        settings={"url": server.address},
+        engine_version=properties.get("build_info", ""),
+        target=server.address,
     )

@@ -7,6 +7,7 @@ accepted in it. Its debug log gives the draft's probabilities.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import shutil
 import socket
@@ -22,8 +23,6 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-import numpy as np
-
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import PromptText
 from sequoia_plan.engines.chain_replay import ChainStep, Proposal
@@ -37,7 +36,7 @@ CANDIDATE = re.compile(rb"draft candidate\s+(\d), pos\s+(\d+):\s*(\d+) \(\s*([\d
 """A likely token of a draft's pass in the debug log: its rank from 0 on, its position in the chain,
 its id and its probability."""
 TYPES = re.compile(r"--spec-type\s+(none\S*)")
-NO_SPECULATION = re.compile(rb"failed to initialize speculative decoding context: (.*)")
+NO_SPECULATION = re.compile(rb"(failed to initialize speculative|speculative decoding not supp).*")
 OPENER = build_opener(ProxyHandler({}))  # no proxy reaches this machine
 
 
@@ -86,6 +85,9 @@ class Server:
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         self._engine = engine
         self._log_offset = 0
+        self.bonus = 1
+        """Tokens that a step of a rejected draft yields besides accepted ones: two of a recurrent
+        target, which then reads the accepted ones again."""
 
     @classmethod
     def start(cls, build: Build, arguments: Sequence[str]) -> Server:
@@ -111,8 +113,7 @@ class Server:
                 self._engine.receive("starting")
             with suppress(OSError), OPENER.open(f"{self.address}/health", timeout=ANSWER_SECONDS):
                 if reason := NO_SPECULATION.search(self._engine.log.read_bytes()):
-                    text = reason[1].decode(errors="replace")
-                    raise SequoiaPlanError(advised(f"llama-server does not speculate: {text}"))
+                    raise SequoiaPlanError(advised(reason[0].decode(errors="replace")))
                 return
             time.sleep(0.02)
         raise SequoiaPlanError(f"llama-server was not ready within {START_SECONDS} s")
@@ -121,11 +122,11 @@ class Server:
     def _answer(self, path: str, body: Mapping[str, Any] | None) -> Iterator[Any]:
         """The answer to a request; where there is none, the error says why."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self.address + path, data, self._headers)
         try:
+            request = Request(self.address + path, data, self._headers)
             with OPENER.open(request, timeout=ANSWER_SECONDS) as answer:
                 yield answer
-        except (OSError, HTTPException) as error:
+        except (OSError, ValueError, HTTPException) as error:
             reason = repr(error)
             if isinstance(error, HTTPError):
                 reason = f"{error.code} {error.read(2000).decode(errors='replace')}"
@@ -134,7 +135,7 @@ class Server:
                     self._engine.process.wait(timeout=5)
                     self._engine.receive(f"answering {path}")
             raise SequoiaPlanError(
-                advised(f"{self.address}: llama-server failed at {path}: {reason:.300}")
+                advised(f"{self.address}: the server failed at {path}: {reason:.300}")
             ) from error
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -142,23 +143,27 @@ class Server:
         with self._answer(path, body) as answer:
             return json.load(answer)
 
-    def encode(self, prompt: PromptText) -> tuple[list[int], list[int]]:
-        """Token ids of a text or a conversation in the target's chat template, and without it."""
+    def encode(self, prompt: PromptText) -> list[int]:
+        """Token ids of a text or a conversation in the target's chat template."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = self.ask("/apply-template", {"messages": messages})["prompt"]
         body = {"content": text, "add_special": True, "parse_special": True}
-        plain = "\n\n".join(message["content"] for message in messages)
-        return (
-            self.ask("/tokenize", body)["tokens"],
-            self.ask("/tokenize", {"content": plain})["tokens"],
-        )
+        return self.ask("/tokenize", body)["tokens"]
 
-    def generate(self, completion: Mapping[str, Any], ignores_end: bool = False) -> list[ChainStep]:
-        """The steps of a request to /completion, after the pass over the prompt."""
-        body = {"ignore_eos": ignores_end, "stream": True, "timings_per_token": True}
+    def generate(self, completion: Mapping[str, Any], only_first: bool = False) -> list[ChainStep]:
+        """The steps of a request to /completion, after the pass over the prompt.
+
+        If only the first one is wanted the request is given up after it, and does not end earlier.
+        """
+        body = {"ignore_eos": only_first, "stream": True, "timings_per_token": True}
+        timings: dict[float, Mapping[str, Any]] = {}  # by the time when a step ended
         with self._answer("/completion", {**completion, **body}) as answer:
-            events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
-        return steps_of_timings(event.get("timings") for event in events)
+            for line in filter(lambda line: line.startswith(b"data: {"), answer):
+                if timing := json.loads(line[6:]).get("timings"):
+                    timings[timing["predicted_ms"]] = timing
+                if only_first and len(timings) > 1:
+                    break
+        return steps_of_timings(timings.values(), self.bonus)
 
     def text(self, completion: Mapping[str, Any]) -> list[int]:
         """Token ids that follow a prompt, all of them: a stream leaves out parts of characters."""
@@ -167,36 +172,36 @@ class Server:
     def logged_chains(self) -> list[list[Proposal]]:
         """What was proposed in each drafted chain since the last call, from the debug log."""
         assert self._engine
-        time.sleep(0.5)  # another thread of the server writes its log
+        time.sleep(0.2)  # another thread of the server writes its log
         with self._engine.log.open("rb") as file:
             file.seek(self._log_offset)
             log = file.read()
         chains: list[list[Proposal]] = []
         for rank, position, token, prob in CANDIDATE.findall(log):
-            if int(position) == int(rank) == 0:
+            if int(rank):
+                likelier = chains[-1].pop()
+                candidates = (*likelier.candidates, int(token))
+                chains[-1].append(likelier._replace(candidates=candidates))
+                continue
+            if not int(position):
                 chains.append([])
-            if int(rank) == 0:
-                chains[-1].append(Proposal(float(prob), False, (int(token),)))
-            else:
-                last = chains[-1][-1]
-                chains[-1][-1] = last._replace(candidates=(*last.candidates, int(token)))
+            chains[-1].append(Proposal(float(prob), False, (int(token),)))
         self._log_offset += len(log)
         return chains
 
 
-def steps_of_timings(timings: Iterable[Mapping[str, Any] | None]) -> list[ChainStep]:
-    """Steps from the server's timings after each token.
+def steps_of_timings(timings: Iterable[Mapping[str, Any]], bonus: int = 1) -> list[ChainStep]:
+    """Steps from the server's timings at the end of each.
 
-    The tokens of one step have the same time. A step whose tokens make no whole character has no
-    event of its own, and is reported together with the next one.
+    A step whose tokens make no whole character has no event of its own, and is reported together
+    with the next one.
     """
-    ends: dict[float, tuple[int, int, int]] = {}  # by time, what is counted at the step's end
-    for timing in filter(None, timings):
-        drafted, accepted = timing.get("draft_n", 0), timing.get("draft_n_accepted", 0)
-        ends[timing["predicted_ms"]] = (timing["predicted_n"], drafted, accepted)
+    names = ("predicted_ms", "predicted_n", "draft_n", "draft_n_accepted")
+    counts = ([timing.get(name, 0) for name in names] for timing in timings)
     steps = []
-    for begin, end in pairwise(sorted(ends)):
-        tokens, drafted, accepted = np.subtract(ends[end], ends[begin]).tolist()
-        is_single = tokens <= accepted + 1
-        steps.append(ChainStep(drafted, accepted, tokens, 0, (end - begin) / 1000, is_single))
-    return [step for step in steps if step.tokens]
+    for before, after in pairwise(counts):
+        ms, tokens, drafted, accepted = map(operator.sub, after, before)
+        if tokens:
+            is_single = tokens <= accepted + bonus
+            steps.append(ChainStep(drafted, accepted, tokens, 0, ms / 1000, is_single))
+    return steps

@@ -8,7 +8,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from sequoia_plan.engines.spec_types import (
     HIDDEN_STATE_TYPES,
     candidates,
     flags,
+    is_recurrent,
     lookups,
 )
 from sequoia_plan.engines.timing import StepTimes, step_seconds
@@ -48,14 +49,14 @@ EXTRA_LENGTH = 4
 """Tokens of a recorded chain beyond the longest one that is planned."""
 NEVER = 1.01
 """A threshold that no token reaches: the draft makes one pass and proposes nothing."""
-TIMING_ROUNDS = 4
+TIMING_ROUNDS = 3
 SHORT_CHAINS = 4
 """Chains that show the time of a pass of the draft."""
 PLAIN_TOKENS = 20
 """Tokens of a request that times steps without speculation."""
-TIMED_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 25, 33, 49)
+TIMED_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33)
 """Tokens of the target's passes that are timed besides 1: kernels change with the batch."""
-PERIOD = 64
+PERIOD = 48
 """Tokens of a text that is repeated to time lookups: more than are looked up."""
 COPIED = Drafting(lookup_size=3, lookup_length=TIMED_WIDTHS[-1] - 1)
 """In a text that repeats, a pattern of three tokens is found one period before."""
@@ -72,8 +73,6 @@ class Logged(NamedTuple):
 @dataclass(kw_only=True)
 class LlamaCppPool(EnginePool):
     """Servers that decode one request at a time."""
-
-    starts_each_round = True
 
     build: Build
     draft_type: str = ""
@@ -106,14 +105,15 @@ class LlamaCppPool(EnginePool):
             *(["--verbosity", "5"] if logs_chains else []),
         ]
         server = Server.start(self.build, options)
+        server.bonus += is_recurrent(self.target)
         self.exit_stack.callback(server.close)
         server.wait()
         return server
 
     def encode(self, engine: Server) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of the prompts, by the target's tokenizer."""
-        encoded = [engine.encode(prompt) for prompt in self.workload.prompts]
-        return [prompt for prompt, _ in encoded], [text for _, text in encoded]
+        """Token ids of the prompts, by the target's tokenizer, also for those before others."""
+        prompts = [engine.encode(prompt) for prompt in self.workload.prompts]
+        return prompts, prompts
 
     def prompt(self, index: int, context: int = 0) -> list[int]:
         """Token ids of a prompt, with texts before it so that it has `context` tokens.
@@ -148,171 +148,166 @@ class LlamaCppPool(EnginePool):
 
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
         """Decodes prompts."""
-        return engine_run(chain.from_iterable(self.decode(kind.drafting, prompts, kind.context)))
+        steps = [*chain.from_iterable(self.decode(kind.drafting, prompts, kind.context))]
+        tokens = sum(step.tokens for step in steps)
+        return EngineRun(sum(step.seconds for step in steps), len(steps), tokens)
 
     def measure(self, max_length: int, context: int) -> tuple[ReplayModel, StepTimes]:
-        """Records what is replayed, and times steps.
+        """Times steps, and records what is replayed.
 
         Of lookups before a draft, those before the best chain are predicted.
         """
-        times = self._time(context, max_length)
-        texts, recorded = self.record(context, max_length)
+        recording = Logged(Drafting(max_length + EXTRA_LENGTH))
+        times = self._time(context, recording)
+        texts, recorded = self.record(context, recording)
         draftings = candidates(max_length if self.draft_type else 0)
         model = ReplayModel(texts, draftings, acceptance_of(recorded, self.source(context)))
-        best_chain = NONE
+        best = NONE
         if self.draft_type:
-            chains = replace(model, draftings=[each for each in draftings if each.is_chain])
-            best_chain = best_drafting(chains, times, 1)
-            joined = [
-                structs.replace(each, length=best_chain.length, min_prob=best_chain.min_prob)
+            chains = [drafting for drafting in draftings if drafting.is_chain]
+            best = best_drafting(replace(model, draftings=chains), times, 1)
+            draftings += [
+                structs.replace(each, length=best.length, min_prob=best.min_prob)
                 for each in lookups()
             ]
-            draftings = [*draftings, *joined]
-        as_they_are = [
-            structs.replace(chain, types=name)
+        as_they_are = {
+            drafting: self.decode(drafting, self.workload.measuring, context)
             for name in self.other_types
-            for chain in dict.fromkeys((NONE, best_chain))
-        ]
-        steps = {each: self.decode(each, self.workload.measuring, context) for each in as_they_are}
-        return replace(model, draftings=[*draftings, *as_they_are], recorded=steps), times
+            for drafting in {structs.replace(each, types=name) for each in (NONE, best)}
+        }
+        return replace(model, draftings=[*draftings, *as_they_are], recorded=as_they_are), times
 
     def record(
-        self, context: int, max_length: int
+        self, context: int, recording: Logged
     ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
         """Decodes the prompts to measure on: their texts, and steps with long chains."""
-        self.report_status("decoding texts without speculation")
-        limit = self.workload.tokens
-        prompts = [self.prompt(i, context) for i in self.workload.measuring]
-        texts = [
-            DraftedText(limit, prompt, self._text(NONE, prompt, context)) for prompt in prompts
-        ]
+        self.report_status("recording texts and chains")
+        measuring, limit = self.workload.measuring, self.workload.tokens
+        prompts = [self.prompt(i, context) for i in measuring]
+        tokens = self._texts(NONE, prompts, context)
         if not self.draft_type:
-            longest = Drafting(lookup_size=2, lookup_length=max_length)
-            return texts, [text.replay(longest) for text in texts]
-        key = Logged(Drafting(max_length + EXTRA_LENGTH))
-        length = key.drafting.length
-        self.report_status(f"recording chains of {length} tokens")
-        self.ensure_running([key])
-        self.running[key].logged_chains()  # of another context, and of steps that were timed
-        recorded = self.decode(key, self.workload.measuring, context)
-        chains = self.running[key].logged_chains()
-        if not chains:  # some drafts log nothing: no threshold can be planned for them
-            steps = chain.from_iterable(recorded)
-            chains = [[Proposal(1.0, False)] * step.drafted for step in steps if step.drafted]
-        remaining = iter(chains)
-        drafted = [drafted_text(steps, remaining, limit) for steps in recorded]
-        firsts: list[Sequence[Proposal]] = [()] * len(texts)
+            texts = [*map(DraftedText, repeat(limit), prompts, tokens)]
+            return texts, [text.replay(DEFAULT_LOOKUP) for text in texts]
+        self._logged(recording)  # of another context, and of steps that were timed
+        recorded = self.decode(recording, measuring, context)
+        # some drafts log nothing: no threshold can be planned for them
+        chains = iter(
+            self._logged(recording)
+            or [[Proposal(1.0, False)] * step.drafted for step in chain(*recorded) if step.drafted]
+        )
+        bonus = self.running[recording].bonus
+        texts = [
+            replace(drafted_text(steps, chains, limit), prompt=prompt, tokens=own, bonus=bonus)
+            for steps, prompt, own in zip(recorded, prompts, tokens, strict=True)
+        ]
         if self.draft_type in HIDDEN_STATE_TYPES:
-            firsts = [*self._record_first_tokens(prompts, context, length)]
-        return [
-            replace(of_draft, prompt=text.prompt, tokens=text.tokens, first=first)
-            for text, of_draft, first in zip(texts, drafted, firsts, strict=True)
-        ], recorded
+            texts = self._with_first_tokens(texts, context, recording)
+        return texts, recorded
 
-    def _text(self, key: Drafting | Logged, prompt: Sequence[int], context: int) -> list[int]:
-        """The token ids that a server writes after a prompt."""
+    def _logged(self, key: Logged) -> list[list[Proposal]]:
+        """The chains that a server has logged since the last call."""
         self.ensure_running([key])
-        return self.running[key].text(self._completion(prompt, self.workload.tokens, context))
+        return self.running[key].logged_chains()
 
-    def _record_first_tokens(
-        self, prompts: Sequence[Sequence[int]], context: int, length: int
-    ) -> list[list[Proposal]]:
-        """Decodes prompts, and records the first token that a draft proposes at each position.
+    def _texts(
+        self, key: Drafting | Logged, prompts: Iterable[Sequence[int]], context: int
+    ) -> list[list[int]]:
+        """The token ids that a server writes after prompts."""
+        self.ensure_running([key])
+        server, limit = self.running[key], self.workload.tokens
+        return [server.text(self._completion(prompt, limit, context)) for prompt in prompts]
+
+    def _with_first_tokens(
+        self, texts: Sequence[DraftedText], context: int, recording: Logged
+    ) -> list[DraftedText]:
+        """Adds the first token that the draft proposes at each position.
 
         The server's threshold lets no token through, so that every position is the begin of a
         chain, but the log has the token that would have been drafted.
         """
-        self.report_status("recording the first token of a chain at each position")
-        key = Logged(Drafting(length, NEVER))
-        self.ensure_running([key])
-        self.running[key].logged_chains()
-        texts = [self._text(key, prompt, context) for prompt in prompts]
-        chains = iter(self.running[key].logged_chains())
+        key = Logged(Drafting(recording.drafting.length, NEVER))
+        self._logged(key)
+        tokens = self._texts(key, [text.prompt for text in texts], context)
+        chains = iter(self._logged(key))
         # the first token of a text is the prompt's, and the last one of a whole text is not drafted
-        return [
-            [
-                proposed._replace(agrees=proposed.candidates[0] == own)
-                for own, (proposed, *_) in zip(
-                    tokens[1 : self.workload.tokens - 1], chains, strict=False
-                )
+        last = self.workload.tokens - 1
+        completed = []
+        for text, own in zip(texts, tokens, strict=True):
+            first = [
+                proposed._replace(agrees=proposed.candidates[0] == token)
+                for token, (proposed, *_) in zip(own[1:last], chains, strict=False)
             ]
-            for tokens in texts
-        ]
+            pairs = zip_longest(text.proposals, first[: len(text.proposals)])
+            known = [each if each.candidates else begin or each for each, begin in pairs]
+            completed.append(replace(text, first=first, proposals=known))
+        return completed
 
-    def _time(self, context: int, max_length: int) -> StepTimes:
+    def _time(self, context: int, recording: Logged) -> StepTimes:
         """Times steps of every length.
 
         A request has no room for longer chains than its tokens, so that one server shows the steps
         of all lengths. Servers alternate, so that a drift of the machine's speed affects all.
         """
-        drafts = Logged(Drafting(max_length + EXTRA_LENGTH))
         rooms: dict[Any, Sequence[int]] = {
             NONE: [PLAIN_TOKENS],
             COPIED: [width - 1 for width in TIMED_WIDTHS],
         }
         if self.draft_type:
-            rooms[drafts] = range(drafts.drafting.length + 1)
-        seconds: dict[Any, defaultdict[int, list[float]]] = {
-            key: defaultdict(list) for key in rooms
-        }
+            rooms[recording] = range(recording.drafting.length + 1)
+        seconds: defaultdict[tuple[Any, int], list[float]] = defaultdict(list)
         for group in self.groups(rooms):
             for round_index in range(TIMING_ROUNDS):
                 self.report_status(f"timing steps, round {round_index + 1} of {TIMING_ROUNDS}")
                 self.ensure_running(group)
                 index = round_index % self.workload.num_measuring
                 prompt = self.prompt(index, context)
-                text = repeated(self.texts[index] or prompt, context or len(prompt))
-                for key in group[:: -1 if round_index % 2 else 1]:
-                    for room in rooms[key]:
-                        body = self._completion(text if key == COPIED else prompt, room + 2, 1)
-                        steps = self.running[key].generate(body, ignores_end=True)
-                        if key == COPIED and not steps[0].drafted:  # it must go on to repeat
-                            body["logit_bias"] = [[text[-PERIOD], 100.0]]
-                            steps = self.running[key].generate(body, ignores_end=True)
-                        for step in steps:
-                            if step.is_single:
-                                seconds[key][step.drafted].append(step.seconds)
-        plain, *_ = timed_steps(seconds[NONE])
-        passes = {
-            step.speculative_tokens + 1: step.seconds for step in timed_steps(seconds[COPIED])
-        }
-        times = StepTimes((plain,), context, target_seconds={**passes, 1: plain.seconds})
-        if not self.draft_type:
-            return times
-        idle, *timed = timed_steps(seconds[drafts])
-        if not timed:
-            raise SequoiaPlanError(NOTHING_DRAFTED)
-        return self._with_draft(times, idle.seconds, timed)
+                text = repeated(prompt, context or len(prompt))
+                for key, room in chain.from_iterable(zip(repeat(k), rooms[k]) for k in group):
+                    body = self._completion(text if key == COPIED else prompt, room + 2, 1)
+                    server = self.running[key]
+                    steps = server.generate(body, key != NONE)
+                    if key == COPIED and not steps[0].drafted:  # it must go on to repeat
+                        body["logit_bias"] = [[text[-PERIOD], 100.0]]
+                        steps = server.generate(body, True)
+                    for step in filter(lambda step: step.is_single, steps):
+                        seconds[key, step.drafted].append(step.seconds)
 
-    def _with_draft(
-        self, times: StepTimes, idle_seconds: float, timed: Sequence[StepSeconds]
-    ) -> StepTimes:
-        """The times with those of a draft, from steps that drafted a token and more.
+        def timed(server: Drafting | Logged) -> list[StepSeconds]:
+            return timed_steps({n: taken for (key, n), taken in seconds.items() if key == server})
+
+        plain, copied, drafted = timed(NONE), timed(COPIED), timed(recording)
+        passes = {step.speculative_tokens + 1: step.seconds for step in (*copied, *plain)}
+        times = StepTimes(tuple(plain), context, target_seconds=passes)
+        return self._with_draft(times, *drafted) if self.draft_type else times
+
+    def _with_draft(self, times: StepTimes, idle: StepSeconds, *timed: StepSeconds) -> StepTimes:
+        """The times with those of a draft, from steps that drafted none, one and more tokens.
 
         A draft that reads hidden states drafts its whole chain and reads a token, before the chain
         is cut off, so a pass for each token that is missing is taken off.
         """
+        if not timed:
+            raise SequoiaPlanError(NOTHING_DRAFTED)
+        longest = len(timed)
         is_block = self.draft_type in BLOCK_TYPES
         drafts_all = self.draft_type in HIDDEN_STATE_TYPES
-        longest = len(timed)
         in_passes = [
-            (step.seconds - idle_seconds - times.target_pass(n + 1) + times.target_pass(1))
+            (step.seconds - idle.seconds - times.target_pass(n + 1) + times.target_pass(1))
             / (1 if is_block else longest + 1 if drafts_all else n)
             for n, step in enumerate(timed[:SHORT_CHAINS], 1)
         ]
-        pass_seconds = max(float(np.median(in_passes)), 0.0)
-        if is_block:
-            idle_seconds, pass_seconds = idle_seconds + pass_seconds, 0.0
-        missing = pass_seconds * drafts_all
+        one_pass = max(float(np.median(in_passes)), 0.0)
         steps = (
-            structs.replace(step, seconds=step.seconds - (longest - n) * missing)
+            structs.replace(step, seconds=step.seconds - (longest - n) * one_pass)
+            if drafts_all and not is_block
+            else step
             for n, step in enumerate(timed, 1)
         )
         return replace(
             times,
             steps=(*times.steps, *steps),
-            pass_seconds=pass_seconds,
-            idle_seconds=idle_seconds,
+            pass_seconds=0.0 if is_block else one_pass,
+            idle_seconds=idle.seconds + one_pass * is_block,
         )
 
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
@@ -332,14 +327,7 @@ class LlamaCppPool(EnginePool):
 
 def timed_steps(seconds: Mapping[int, Sequence[float]]) -> list[StepSeconds]:
     """The median seconds of steps by their drafted tokens."""
-    return [step_seconds(1, n, np.array(times), len(times)) for n, times in sorted(seconds.items())]
-
-
-def engine_run(steps: Iterable[ChainStep]) -> EngineRun:
-    """The tokens and seconds of several steps."""
-    taken = [*steps]
-    seconds = sum(step.seconds for step in taken)
-    return EngineRun(seconds, len(taken), sum(step.tokens for step in taken))
+    return [step_seconds(1, n, np.array(times)) for n, times in sorted(seconds.items())]
 
 
 def repeated(tokens: Sequence[int], size: int) -> list[int]:

@@ -14,11 +14,8 @@ class ChainAcceptance(Artifact, frozen=True):
     accepted: tuple[int, ...]
     """How many of these had their first token accepted, their first two, and so on."""
     trials: float = 0.0
-    """Effective sample size: how many independent chains would leave the same uncertainty.
-
-    It is below `drafts` where chains of one text resemble each other, and 0 if only the counts are
-    known; chains are then taken as independent.
-    """
+    """Effective sample size, below `drafts` where chains of one text resemble each other; 0 if only
+    the counts are known, and chains are then taken as independent."""
     drafting_share: float = 1.0
     """Share of a request's steps in which any token was drafted."""
     source: str = ""
@@ -42,14 +39,11 @@ class StepSeconds(Artifact, frozen=True):
     """The measured time of a decoding step: the median."""
 
     batch: int
-    """Requests that are decoded together."""
     speculative_tokens: int
     """Tokens drafted a step and request."""
     seconds: float
     error: float = 0.0
     """Relative standard error."""
-    steps: int = 0
-    """Steps that were timed."""
 
 
 class Drafting(Artifact, frozen=True, order=True):
@@ -103,13 +97,10 @@ class Cell(Artifact, frozen=True):
     batch: int
     drafting: Drafting
     tokens_per_step: float
-    """Of one request."""
     seconds: float
-    """Of a step."""
     throughput: float
-    """Generated tokens a second of all requests together."""
+    """Generated tokens a second of all requests together; `low` to `high` is its 95 % interval."""
     low: float
-    """Lower end of its 95 % interval."""
     high: float
     speedup: float
     """Over no speculation at this batch size."""
@@ -137,7 +128,7 @@ class ContextPlan(Artifact, frozen=True):
     acceptance: ChainAcceptance
     steps: tuple[StepSeconds, ...]
     cells: tuple[Cell, ...]
-    schedule: tuple[ScheduleEntry, ...]
+    schedule: tuple[ScheduleEntry, ...] = ()
     lines: tuple[str, ...] = ()
     """Options to start the engine with."""
     break_even_seconds: float = 0.0
@@ -162,15 +153,11 @@ class ContextPlan(Artifact, frozen=True):
         return sorted({cell.batch for cell in self.cells})
 
     def cells_at(self, batch: int) -> list[Cell]:
-        """The predictions for one batch size, by increasing number of speculative tokens."""
-        cells = [cell for cell in self.cells if cell.batch == batch]
-        return sorted(cells, key=lambda cell: cell.drafting)
+        """The predictions for one batch size: none first, and fewer tokens before more."""
+        return [cell for cell in self.cells if cell.batch == batch]
 
     def best_cell(self, batch: int) -> Cell:
-        """The cell of a batch size with the highest predicted throughput; of equal ones the first.
-
-        None comes first, and fewer speculative tokens before more.
-        """
+        """The cell of a batch size with the highest throughput; of equal ones the first."""
         return max(self.cells_at(batch), key=lambda cell: cell.throughput)
 
 
@@ -180,12 +167,8 @@ class EnginePlan(Artifact, frozen=True, kw_only=True):
     engine: str
     engine_version: str = ""
     method: str = ""
-    """The engine's name for the type of draft."""
     target: str = ""
     draft: str = ""
     settings: dict[str, Any] = {}
-    """How it was measured."""
     contexts: tuple[ContextPlan, ...]
     seconds: float = 0.0
-    """Seconds that measuring took."""
-    tool: str = ""

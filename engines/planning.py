@@ -2,17 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 from msgspec.structs import replace
 
-from sequoia_plan.artifacts.plan import tool_version
-from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.plan import (
     NONE,
     Cell,
-    ChainAcceptance,
     ContextPlan,
     Drafting,
     EnginePlan,
@@ -43,7 +40,6 @@ def measure(
     batches: Sequence[int],
     max_length: int,
     contexts: Sequence[int] = (0,),
-    acceptance: ChainAcceptance | None = None,
 ) -> Sequence[Measurement]:
     """Measures acceptance, and the times of the steps that choosing the best drafting needs.
 
@@ -55,17 +51,11 @@ def measure(
         batches: batch sizes.
         max_length: most tokens to draft.
         contexts: tokens of every prompt; 0 decodes prompts as they are.
-        acceptance: counts from elsewhere, such as a server's metrics, which hold for every
-            context; None counts them here.
 
     Returns:
         What was measured at each context.
     """
-    if acceptance is None:
-        models = {context: pool.record(max_length, max(batches), context) for context in contexts}
-    else:
-        pool.ensure_running([NONE])  # it says whether several fit in memory
-        models = dict.fromkeys(contexts, ChainModel(acceptance, max_length))
+    models = {context: pool.record(max_length, max(batches), context) for context in contexts}
     rounds: dict[RunKind, list[EngineRun]] = {}
     untimed = [NONE, *map(Drafting, sorted({1, max_length}))]
     while untimed:
@@ -96,20 +86,20 @@ def make_plan(
     """
     contexts = []
     for model, times in measurements:
-        by_batch = (_worth_showing(predict_cells(model, times, b), default) for b in batches)
-        cells = tuple(chain.from_iterable(by_batch))
-        most_tokens = max(cell.tokens_per_step for cell in cells)
+        cells = [cell for batch in batches for cell in predict_cells(model, times, batch)]
+        best = best_by(cells, lambda each: (each.length, each.lookup_size > 0, each.types))
+        shown = (cell for cell in cells if cell in best or cell.drafting == default)
         part = ContextPlan(
             context=times.context,
             acceptance=model.acceptance,
             steps=times.steps,
-            cells=cells,
+            cells=tuple(shown),
             schedule=_make_schedule(model, times, max(batches)),
             target_seconds=dict(times.target_seconds),
-            bounds={FREE: cells[0].throughput * most_tokens},
+            bounds={FREE: cells[0].throughput * max(cell.tokens_per_step for cell in cells)},
         )
         contexts.append(replace(part, lines=launch_options(part)))
-    return EnginePlan(contexts=tuple(contexts), tool=tool_version(), **metadata)
+    return EnginePlan(contexts=tuple(contexts), **metadata)
 
 
 def plan_of(
@@ -141,21 +131,15 @@ def _make_schedule(model: StepModel, times: StepTimes, max_batch: int) -> tuple[
 
 
 def best_by(cells: Iterable[Cell], key: Callable[[Drafting], Any]) -> list[Cell]:
-    """The cell of the highest throughput for each key; of equal ones the first."""
-    descending = sorted(cells, key=lambda cell: cell.drafting, reverse=True)
-    ascending = sorted(descending, key=lambda cell: cell.throughput)
-    return [*{key(cell.drafting): cell for cell in ascending}.values()]
+    """The cell of the highest throughput for each batch size and key; of equal ones the first."""
+    backwards = reversed([*cells])
+    ascending = sorted(backwards, key=lambda cell: cell.throughput)
+    return [*{(cell.batch, key(cell.drafting)): cell for cell in ascending}.values()]
 
 
 def best_of_each(cells: Iterable[Cell]) -> list[Cell]:
     """The best of no speculation, chains of the draft, lookups, and one before the other."""
     return best_by(cells, lambda each: (each.length > 0, each.lookup_size > 0, each.types))
-
-
-def _worth_showing(cells: Sequence[Cell], default: Drafting) -> list[Cell]:
-    """Of one batch size the best cell of each length, lookups alone and before it, the default."""
-    best = best_by(cells, lambda each: (each.length, each.lookup_size > 0, each.types))
-    return [cell for cell in cells if cell in best or cell.drafting == default]
 
 
 def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
@@ -166,22 +150,18 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
         prompts = pool.workload.held_out
         return pool.run(kind, prompts[round_index::VERIFY_REPEATS] or prompts)
 
-    wanted = {
-        RunKind.of(cell, part.context): cell
+    wanted = [
+        RunKind(cell.drafting, cell.batch, part.context)
         for part in plan.contexts
-        for batch in part.batches
-        for cells in [part.cells_at(batch)]
-        for cell in cells
-        if cell.drafting == pool.default_drafting or cell in best_of_each(cells)
-    }
-    runs = pool.run_in_rounds([*wanted], run, VERIFY_REPEATS)
-
-    def with_measurement(cell: Cell, context: int) -> Cell:
-        cell_runs = runs.get(RunKind.of(cell, context))
-        return replace(cell, measured=measured_cell(cell_runs, cell.batch)) if cell_runs else cell
-
-    contexts = [
-        replace(part, cells=tuple(with_measurement(cell, part.context) for cell in part.cells))
-        for part in plan.contexts
+        for cell in part.cells
+        if cell.drafting == pool.default_drafting or cell in best_of_each(part.cells)
     ]
+    runs = pool.run_in_rounds(wanted, run, VERIFY_REPEATS)
+    contexts = []
+    for part in plan.contexts:
+        cells = []
+        for cell in part.cells:
+            found = runs.get(RunKind(cell.drafting, cell.batch, part.context))
+            cells.append(replace(cell, measured=measured_cell(found, cell.batch)))
+        contexts.append(replace(part, cells=tuple(cells)))
     return replace(plan, contexts=tuple(contexts))

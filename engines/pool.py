@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from sequoia_plan.engines.plan import NONE, ContextPlan, Drafting
 from sequoia_plan.engines.workload import EngineRun, RunKind, Workload
@@ -16,9 +16,6 @@ MAX_CPU_ENGINES = 4
 @dataclass(kw_only=True)
 class EnginePool(ABC):
     """Engines of one target and draft, all of which end with this context."""
-
-    starts_each_round: ClassVar[bool]
-    """Whether all engines run in each round; else a group of engines has all its rounds at once."""
 
     target: str
     draft: str | None
@@ -104,19 +101,14 @@ class EnginePool(ABC):
     ) -> dict[RunKind, list[EngineRun]]:
         """Runs every kind once a round, so that a drift of the machine's speed affects all.
 
-        Every second round goes through them in the opposite order.
+        Engines that do not fit in memory together run one group after the other. Every second round
+        goes through them in the opposite order.
         """
         runs: dict[RunKind, list[EngineRun]] = {kind: [] for kind in kinds}
-        portions = [list(kinds)]
-        if not self.starts_each_round:
-            groups = self.groups(kind.drafting for kind in kinds)
-            portions = [[kind for kind in kinds if kind.drafting in group] for group in groups]
-        for portion in portions:
+        for group in self.groups(kind.drafting for kind in kinds):
+            portion = [kind for kind in kinds if kind.drafting in group]
             for round_index in range(rounds):
-                ordered = portion[:: -1 if round_index % 2 else 1]
-                for group in self.groups(kind.drafting for kind in ordered):
-                    self.ensure_running(group)
-                    for kind in ordered:
-                        if kind.drafting in group:
-                            runs[kind].append(run(kind, round_index))
+                self.ensure_running(group)
+                for kind in portion[:: -1 if round_index % 2 else 1]:
+                    runs[kind].append(run(kind, round_index))
         return runs

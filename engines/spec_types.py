@@ -58,18 +58,13 @@ def split_types(
     Without a list the draft's file says the type.
     """
     types = named.split(",") if named else [*filter(None, [type_of_files(target, draft)])]
-    unknown = [name for name in types if name not in known]
     drafts = [name for name in types if name.startswith("draft-")]
-    if unknown or len(drafts) > 1:
+    needs_file = bool(drafts) and drafts != ["draft-mtp"]
+    if {*types} - {*known} or len(drafts) > 1 or needs_file != bool(draft):
         raise ArgumentError(
-            f"--spec-type {','.join(types)}: this llama-server knows {', '.join(known)}; name "
-            "these, and one type of draft at most"
-        )
-    needs_file = drafts and drafts != ["draft-mtp"]
-    if (needs_file and not draft) or (draft and not needs_file):
-        raise ArgumentError(
-            f"--spec-type {','.join(types)}: a draft's type and its file (-md) go together; only "
-            "draft-mtp needs no file"
+            f"--spec-type {','.join(types)}: expected types that this llama-server knows "
+            f"({', '.join(known)}), one of a draft at most, which goes with its file (-md), except "
+            "for draft-mtp"
         )
     return "".join(drafts), [name for name in types if name not in (*drafts, LOOKUP, "none")]
 

@@ -1,12 +1,12 @@
 """Seconds of an engine's steps, from rounds of timed steps."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.uncertainty import median_with_error
 from sequoia_plan.engines.plan import StepSeconds
@@ -29,22 +29,13 @@ class StepTimes:
     target_seconds: Mapping[int, float] = field(default_factory=dict)
     """Seconds of the target's pass over so many tokens, where they were timed."""
 
-    def __post_init__(self) -> None:
-        for batch, steps in self.by_batch.items():
-            lengths = [step.speculative_tokens for step in steps]
-            is_short = len(lengths) < 2 and not self.target_seconds
-            if is_short or lengths[0] != 0 or len(lengths) != len(set(lengths)):
-                raise SequoiaPlanError(
-                    f"steps: batch {batch} was timed with {lengths} speculative tokens, expected "
-                    "0 and others, each once; give more prompts or --tokens"
-                )
-
     @cached_property
     def by_batch(self) -> dict[int, list[StepSeconds]]:
         """The steps of each batch size, both in ascending order."""
-        by_batch: dict[int, list[StepSeconds]] = {}
-        for step in sorted(self.steps, key=lambda step: (step.batch, step.speculative_tokens)):
-            by_batch.setdefault(step.batch, []).append(step)
+        steps = sorted(self.steps, key=lambda step: (step.batch, step.speculative_tokens))
+        by_batch: defaultdict[int, list[StepSeconds]] = defaultdict(list)
+        for step in steps:
+            by_batch[step.batch].append(step)
         return by_batch
 
     def seconds_and_error(self, batch: int, length: int) -> tuple[float, float]:
@@ -85,26 +76,24 @@ class StepTimes:
         if length == 0:
             return plain.seconds, plain.error
         rows = [(step.speculative_tokens, step.seconds, step.error) for step in steps]
-        lengths, seconds, errors = np.array(rows, float).T
-        return (
-            float(np.interp(length, lengths, seconds)),
-            float(np.interp(length, lengths, errors)),
-        )
+        lengths, *columns = np.array(rows, float).T
+        seconds, error = (float(np.interp(length, lengths, column)) for column in columns)
+        return seconds, error
 
 
-def step_seconds(batch: int, length: int, seconds: Floats, num_steps: int) -> StepSeconds:
-    """The median of several measurements, float64 [measurements], which took so many steps."""
-    return StepSeconds(batch, length, *median_with_error(seconds), num_steps)
+def step_seconds(batch: int, length: int, seconds: Floats) -> StepSeconds:
+    """The median of several measurements, float64 [measurements]."""
+    return StepSeconds(batch, length, *median_with_error(seconds))
 
 
 def step_times(rounds: Mapping[RunKind, Sequence[EngineRun]], context: int) -> StepTimes:
     """Seconds of a step at one context: the median over rounds that had such steps."""
-    steps: list[StepSeconds] = []
-    for kind in sorted(rounds, key=lambda kind: (kind.batch, kind.drafting)):
-        seconds = seconds_per_step(rounds[kind])
-        if kind.context == context and len(seconds):
-            num_steps = sum(run.steps for run in rounds[kind])
-            steps.append(step_seconds(kind.batch, kind.drafting.length, seconds, num_steps))
+    timed = ((kind, seconds_per_step(runs)) for kind, runs in rounds.items())
+    steps = (
+        step_seconds(kind.batch, kind.drafting.length, seconds)
+        for kind, seconds in timed
+        if kind.context == context and len(seconds)
+    )
     return StepTimes(tuple(steps), context)
 
 

@@ -38,8 +38,6 @@ MIN_RUN_PROMPTS = 16
 class VllmPool(EnginePool):
     """vLLM with different numbers of speculative tokens."""
 
-    starts_each_round = False
-
     python: str
     speculative: Mapping[str, Any]
     """The speculative config without a number of tokens."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from sequoia_plan.artifacts import prompts as prompt_files
 from sequoia_plan.artifacts.prompts import PromptText
-from sequoia_plan.engines.plan import Cell, Drafting, MeasuredCell
+from sequoia_plan.engines.plan import Drafting, MeasuredCell
 
 
 class RunKind(NamedTuple):
@@ -21,11 +21,6 @@ class RunKind(NamedTuple):
     batch: int = 1
     context: int = 0
     """Tokens of every prompt; 0 decodes prompts as they are."""
-
-    @classmethod
-    def of(cls, cell: Cell, context: int) -> RunKind:
-        """The runs that a cell predicts."""
-        return cls(cell.drafting, cell.batch, context)
 
 
 @dataclass(frozen=True)
@@ -72,17 +67,19 @@ class EngineRun:
     tokens: int
 
 
-def measured_cell(runs: Sequence[EngineRun], batch: int) -> MeasuredCell:
-    """Summarizes runs of one kind."""
+def measured_cell(runs: Sequence[EngineRun] | None, batch: int) -> MeasuredCell | None:
+    """Summarizes runs of one kind, if there are any."""
+    if not runs:
+        return None
     throughputs = [run.tokens / run.seconds for run in runs]
     num_steps = sum(run.steps for run in runs)
     return MeasuredCell(
-        throughput=float(np.median(throughputs)),
-        low=min(throughputs),
-        high=max(throughputs),
-        tokens_per_step=sum(run.tokens for run in runs) / (num_steps * batch),
-        seconds=float(np.median([run.seconds / run.steps for run in runs])),
-        runs=len(runs),
+        float(np.median(throughputs)),
+        min(throughputs),
+        max(throughputs),
+        sum(run.tokens for run in runs) / (num_steps * batch),
+        float(np.median([run.seconds / run.steps for run in runs])),
+        len(runs),
     )
 
 

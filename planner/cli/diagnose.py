@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sequoia_plan.engines.plan import EnginePlan
     from sequoia_plan.engines.workload import Workload
 
-LOOKUP = "ngram-simple"
-
 prompts_option = file_option(
     "--prompts",
     "path",
@@ -59,9 +57,6 @@ run_options = bundle(
         "--most", "max_length", default=8, text="Drafted tokens, at most.", most=64
     ),
 )
-key_option = click.option(
-    "--api-key", "key", type=NAME, help="The key that a running server asks for."
-)
 output_options = bundle(
     "outputs",
     report=file_option("--report", text="Write one HTML file with curves; it needs no network."),
@@ -71,7 +66,7 @@ output_options = bundle(
 
 @click.group(invoke_without_command=True)
 @click.option("--url", type=NAME, help="A server that runs; nothing is changed there.")
-@key_option
+@click.option("--api-key", "key", type=NAME, help="The key that a running server asks for.")
 @prompts_option
 @count_option("--limit", default=12, text="Prompts to send to a llama-server, at most.")
 @tokens_option
@@ -148,13 +143,6 @@ def read_json(text: str) -> dict[str, Any]:
     default="{}",
     help='Further entries of the speculative config, as {"prompt_lookup_max": 4}.',
 )
-@click.option(
-    "--metrics",
-    metavar="URL|FILE",
-    type=NAME,
-    help="Acceptance from a running server's counters: its address, or a file of its "
-    "/metrics page. No acceptance is measured then.",
-)
 @sizes_option(
     "--batch",
     "batches",
@@ -177,23 +165,18 @@ def vllm(
     draft: str | None,
     method: str,
     speculative_args: dict[str, Any],
-    metrics: str | None,
     batches: list[int],
     temperature: float,
     run: dict[str, Any],
     outputs: dict[str, Any],
 ) -> None:
     """Measure a target and a draft in your vLLM, by batch size."""
-    check_outputs(None, outputs["report"], metrics, run["path"])
+    check_outputs(None, outputs["report"], run["path"])
 
-    from sequoia_plan.engines.counters import chain_acceptance, fetch
     from sequoia_plan.engines.planning import measure, plan_of, verify_plan
     from sequoia_plan.engines.vllm import VllmPool, speculative_config
 
     contexts, should_verify, max_length, workload = read_run(run, temperature)
-    acceptance = chain_acceptance(fetch(metrics), metrics) if metrics else None
-    if acceptance:
-        max_length = min(max_length, len(acceptance.accepted))
     engine["options"] = {"max_num_seqs": max(batches)} | engine["options"]
     with (
         status("") as report_status,
@@ -206,7 +189,7 @@ def vllm(
             speculative=speculative_config(method, draft, speculative_args),
         ) as pool,
     ):
-        measurements = measure(pool, batches, max_length, contexts, acceptance)
+        measurements = measure(pool, batches, max_length, contexts)
         plan = plan_of(pool, measurements, batches)
         plan = verify_plan(pool, plan) if should_verify else plan
     write(plan, **outputs)

@@ -47,7 +47,7 @@ def verdict_lines(part: ContextPlan) -> Iterator[str]:
     """Says what is best, what a tree would give, what no setting passes, and what would help."""
     if part.break_even_seconds:
         longer = f"takes more than {_ms(part.break_even_seconds)}"
-        yield f"speculation pays if a step without it {longer}: see diagnose vllm --metrics"
+        yield f"speculation pays if a step without it {longer}: see diagnose vllm"
         return
     for batch in part.batches:
         first, *others = part.cells_at(batch)
@@ -65,12 +65,7 @@ def verdict_lines(part: ContextPlan) -> Iterator[str]:
 
 def table(plan: EnginePlan) -> Table:
     """A row for each cell, the best of each kind of request marked; empty columns are left out."""
-    cells = [
-        (part, cell)
-        for part in plan.contexts
-        for batch in part.batches
-        for cell in part.cells_at(batch)
-    ]
+    cells = [(part, cell) for part in plan.contexts for cell in part.cells]
     rows = [
         {
             "drafting": str(cell.drafting),

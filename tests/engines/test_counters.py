@@ -27,13 +27,13 @@ PAGE = (DATA / "counters-0.27.1.txt").read_text()
 
 @pytest.mark.parametrize("page", VERSIONS, ids=[page.stem for page in VERSIONS])
 def test_every_version_counts_the_same(page):
-    acceptance = chain_acceptance(fetch(str(page)), str(page))
+    acceptance = chain_acceptance(parse(page.read_text()), str(page))
     assert (acceptance.drafts, acceptance.accepted) == (100, (40, 16, 6))
-    assert acceptance.source == page.name and len(VERSIONS) >= 6
+    assert len(VERSIONS) >= 6
 
 
 def test_a_real_servers_page():
-    counters = fetch(str(DATA / "server-0.32.0-after.txt"))
+    counters = parse((DATA / "server-0.32.0-after.txt").read_text())
     acceptance = chain_acceptance(counters, "page")
     assert len(acceptance.accepted) == 4 and 0 < acceptance.drafting_share <= 1
     assert sum(acceptance.accepted) == counters["vllm:spec_decode_num_accepted_tokens"]

@@ -14,7 +14,7 @@ from sessions import check_that_it_ends_with
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.llama_server import find_build
-from sequoia_plan.engines.llamacpp import LlamaCppPool
+from sequoia_plan.engines.llamacpp import LlamaCppPool, Logged
 from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
 from sequoia_plan.engines.spec_types import flags
 from sequoia_plan.engines.workload import Workload
@@ -99,8 +99,7 @@ def test_a_replay_is_what_the_server_does(draft, settings):
     few texts may differ.
     """
     with pool(draft, tokens=48) as servers:
-        servers.ensure_running([NONE])
-        texts, _ = servers.record(0, 8)
+        texts, _ = servers.record(0, Logged(Drafting(12)))
         same = []
         num_drafted = 0
         for drafting in settings:
@@ -116,8 +115,7 @@ def test_a_replay_is_what_the_server_does(draft, settings):
 def test_a_replay_of_eagle3_is_near_what_the_server_does():
     """Its proposals depend on where a chain begins, so the replay is an approximation."""
     with pool(EAGLE3, "draft-eagle3") as servers:
-        servers.ensure_running([NONE])
-        texts, _ = servers.record(0, 8)
+        texts, _ = servers.record(0, Logged(Drafting(12)))
         for drafting in (Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)):
             num_steps = sum(map(len, servers.decode(drafting, servers.workload.measuring)))
             num_replayed = sum(len(text.replay(drafting)) for text in texts)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from commands import succeed
 from msgspec.structs import replace
-from paths import DATA, STAND_IN
+from paths import STAND_IN
 
 from sequoia_plan.engines import vllm
 from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
@@ -19,7 +19,6 @@ from sequoia_plan.planner.report.engine_page import engine_page
 from sequoia_plan.planner.report.engine_table import print_plan, sentences, verdict_lines
 
 pytestmark = pytest.mark.slow
-COUNTERS = str(DATA / "vllm" / "counters-0.27.1.txt")
 
 
 @pytest.fixture
@@ -113,14 +112,6 @@ def test_where_the_best_number_changes_is_said(measured_plan):
     assert lines[-1] == "start the engine without speculation" and short.lines[0] in lines
 
 
-def test_a_plan_with_a_servers_acceptance(run):
-    words = f"--target works --draft d --python {sys.executable} --batch 1 --limit 4 --tokens 8"
-    result = run("vllm", *words.split(), "--metrics", COUNTERS, "--json")
-    (part,) = EnginePlan.from_dict(json.loads(result.stdout), "").contexts
-    assert part.acceptance.accepted == (40, 16, 6)
-    assert [cell.speculative_tokens for cell in part.cells_at(1)] == [0, 1, 2, 3]
-
-
 def test_a_vllm_without_schedules_gets_a_line_for_each_number():
     speculative = vllm.speculative_config("draft_model", "it's", {"x": 1})
     schedule = (ScheduleEntry(1, 2, 3), ScheduleEntry(3, 8, 1), ScheduleEntry(9, 16, 0))
@@ -149,7 +140,6 @@ MODELS = ["--target", "t", "--draft", "d"]
         ([], 2, "Missing option '--target'"),
         ([*MODELS, "--batch", "²"], 2, "found '²', expected numbers from 1 to 4096"),
         ([*MODELS, "--engine-args", "[1]"], 2, "found [1], expected a JSON object"),
-        ([*MODELS, "--metrics", "none"], 1, "none: cannot be read (No such"),
         ([*MODELS, "--python", "/none"], 1, "/none: No such file or directory"),
         (
             ["--target", "no counters", "--draft", "d", "--python", sys.executable],

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from architectures import tiny
 from click.testing import CliRunner
-from paths import DATA
 from safetensors.numpy import load, save
 from strategies import places
 
@@ -43,7 +42,7 @@ MODES = {
     "generate": "generate --tree t",
     "bench": "bench --tree t --prompts p.txt",
     "profile": "profile --prompts p.txt -o made",
-    "vllm": "diagnose vllm --target model --metrics counters.txt --python /no/such",
+    "vllm": "diagnose vllm --target model --python /no/such",
     "llamacpp": "diagnose llamacpp -m t -md t --server /no/such",
     "url": "diagnose --url http://127.0.0.1:9",
 }
@@ -65,7 +64,6 @@ def files(tmp_path_factory):
         (folder / "p.json").write_text("[0.5, 0.2]")
         (folder / "n.json").write_text('{"0": ["1", "2"], "1": ["3"]}')
         (folder / "p.txt").write_text("What is rain?")
-        shutil.copy(DATA / "vllm" / "counters-0.27.1.txt", "counters.txt")
         assert call([*MODES["solve"][:-1], "t"]).exit_code == 0
     return folder
 
