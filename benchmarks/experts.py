@@ -52,9 +52,9 @@ PREFERENCE = 0.5
 SIGNAL, SECOND = 0.21, 0.8
 """How large embeddings are beside what the layers add, and how much the head weighs a token's
 second successor."""
-MEMORY, RESIDENT = "2GB", 3
+MEMORY, RESIDENT = "1.5GB", 2
 """The limit with `--memory`; layers that take as much as our slot and the experts beside it."""
-ROUNDS = 5
+ROUNDS = 3
 os.environ["SEQUOIA_PLAN_CACHE"] = str(FOLDER)
 
 
@@ -128,12 +128,12 @@ def measure_passes(_: argparse.Namespace) -> dict[str, Any]:
     decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
     *others, prompt = (torch.tensor(prompt) for prompt in held_out(pair.tokenizer, 5))
     for other in others:
-        decoder.generate(other, 16)
+        decoder.generate(other, 8)
     passes = []
     counts = list(map(stream.counts.get, sorted(stream.counts)))
     for most_chosen in (True, False):
         stream.keep_most_chosen(counts if most_chosen else [0] * len(counts))
-        for nodes in (1, 2, 4, 8, 16, 32, 64):
+        for nodes in (1, 2, 4, 8, 16, 32):
             step = decoder.with_tree(TokenTree.chain(nodes)).step
             step.prefill(prompt, 2 * nodes, seed=0)
             extent = step.extent(len(prompt) - 1)
@@ -167,11 +167,14 @@ def run(words: str) -> str:
 @torch.inference_mode()
 def measure_accelerate(_: argparse.Namespace) -> dict[str, Any]:
     """Passes over random tokens, some layers on the disk."""
-    device_map = {f"model.layers.{layer}": "disk" for layer in range(RESIDENT, LAYERS)}
+    device_map = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm"), "cpu")
+    device_map["lm_head"] = "cpu"
+    for layer in range(LAYERS):
+        device_map[f"model.layers.{layer}"] = "cpu" if layer < RESIDENT else "disk"
     target = AutoModelForCausalLM.from_pretrained(
         TARGET,
         dtype=torch.bfloat16,
-        device_map=device_map | {"": "cpu"},
+        device_map=device_map,
         offload_folder=FOLDER / "accelerate",
     )
     return timed_reads(lambda: target(torch.randint(target.vocab_size, (1, 1))))

@@ -30,8 +30,6 @@ takes a processor from the engine that decodes in that second.
 """
 STEPS_PER_ROUND = 12
 STEPS_PER_PORTION = 4
-MIN_RUN_PROMPTS = 16
-"""Prompts that verify at small batch sizes."""
 
 
 @dataclass(kw_only=True)
@@ -89,7 +87,7 @@ class VllmPool(EnginePool):
         """
         drafting, batch, context = kind
         self.ensure_running([drafting])
-        if self.last_drafting not in (None, drafting):
+        if self.last_drafting != drafting:
             time.sleep(IDLE_SECONDS)  # until the engine that ran before uses no processor
         self.last_drafting = drafting
         return self.running[drafting].ask(
@@ -106,10 +104,9 @@ class VllmPool(EnginePool):
     def run(self, kind: RunKind, prompts: Sequence[int], steps: int | None = None) -> EngineRun:
         """Decodes prompts until fewer than a batch are left, or for so many full steps.
 
-        At small batch sizes it takes MIN_RUN_PROMPTS of them, so that a run takes about as long at
-        each; at large ones twice a batch, for which they repeat if necessary.
+        They repeat if there are fewer than two for each request of a batch.
         """
-        count = max(2 * kind.batch, min(len(prompts), MIN_RUN_PROMPTS))
+        count = max(2 * kind.batch, len(prompts))
         result = self.decode(kind, [prompts[i % len(prompts)] for i in range(count)], steps)
         seconds, tokens = result["step_seconds"], result["step_tokens"]
         if not seconds:
@@ -121,20 +118,18 @@ class VllmPool(EnginePool):
 
     def record(self, max_length: int, batch: int, context: int) -> ChainModel:
         """Counts how far chains of the maximum length are accepted."""
-        prompts = self.workload.measuring
-        batch = min(batch, len(prompts))
         self.report_status(
             f"counting what is accepted of {max_length} speculative tokens, "
             f"{batch} requests at a time"
         )
-        run = self.decode(RunKind(Drafting(max_length), batch, context), prompts, drain=True)
+        kind = RunKind(Drafting(max_length), batch, context)
+        run = self.decode(kind, self.workload.measuring, drain=True)
         source = f"vLLM {self.info['version']}, {self.source(context)}"
         tokens_by_prompt = run["tokens_by_prompt"]
         counted = run["counters"] | {counters.NUM_STEPS: sum(map(len, tokens_by_prompt))}
         acceptance = counters.chain_acceptance(counted, source)
         trials = round(effective_trials(acceptance, tokens_by_prompt), 1)
-        acceptance = replace(acceptance, trials=trials)
-        return ChainModel(acceptance, max_length)
+        return ChainModel(replace(acceptance, trials=trials), max_length)
 
     def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
         """Times a few full steps."""

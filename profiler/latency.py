@@ -138,8 +138,7 @@ class LatencyMeter:
         stream, stream_cost = self.step.target.stream, None
         if stream:
             pass_seconds = statistics.median(sample["stream", 1] for sample in self.samples)
-            counts = tuple(stream.expert_counts)
-            stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes, counts)
+            stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes, stream.expert_counts)
         return Latency(
             target=medians["target"],
             draft=medians["draft"],

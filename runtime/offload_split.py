@@ -10,6 +10,7 @@ from sequoia_plan.runtime.draft.self_draft import (
     shares_cache,
 )
 from sequoia_plan.runtime.offload.memory import (
+    SLOTS,
     MemorySplit,
     cache_bytes,
     own_bytes,
@@ -56,5 +57,5 @@ def split_beside(offloaded: OffloadedTarget, draft: Any, budget: int, link: str)
         draft_bytes,
         caches,
         offloaded.layer_sizes(),
-        by_expert=bool(offloaded.routed) and link == "disk",
+        slots=1 if offloaded.routed and link == "disk" else SLOTS,
     )

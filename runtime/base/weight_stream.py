@@ -16,7 +16,7 @@ class WeightStream(Protocol):
     memory: list[Tensor]
     bytes: int
     can_be_captured: bool
-    expert_counts: Sequence[int] = ()
+    expert_counts: tuple[int, ...] = ()
     """How often each expert was chosen, by which those stay in memory that were most often."""
 
     def keep_most_chosen(self, counts: Sequence[int] = ()) -> None:

@@ -30,20 +30,15 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
-def load_whole(
-    path: Path, dtype: torch.dtype, config: Any = None, offload_folder: str | None = None
-) -> Any:
+def load_whole(path: Path, dtype: torch.dtype, config: Any = None, **settings: Any) -> Any:
     """A model in eval mode, all of it from a folder or a GGUF file, which needs its `config`.
-
-    `offload_folder`: weights stay on the disk; those that transformers converts are written there.
 
     Raises:
         SequoiaPlanError: if transformers cannot load it, or with the name of a tensor that is
             missing, has another shape, or is left unread.
     """
-    settings: dict[str, Any] = {"gguf_file": path.name, "config": config} if config else {}
-    if offload_folder:
-        settings = {"device_map": {"": "disk"}, "offload_folder": offload_folder}
+    if config:
+        settings |= {"gguf_file": path.name, "config": config}
     try:
         loads = auto_class(config or AutoConfig.from_pretrained(path))
         model, info = loads.from_pretrained(

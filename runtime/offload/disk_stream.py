@@ -51,7 +51,6 @@ class DiskStream(WeightStream):
             aligned_memory(max(block.size for block in blocks[slot::slots]))
             for slot in range(min(slots, len(blocks)))
         ]
-        self.host_views = [bytes_of(memory) for memory in self.host_memory]
         self.memory = [memory.to(device) for memory in self.host_memory]
         self.checked_blocks: set[WeightBlock] = set()
         self.threads = ThreadPoolExecutor(THREADS, THREAD_NAME)
@@ -85,7 +84,7 @@ class DiskStream(WeightStream):
             for read in self.reads[slot]:
                 read.result()
             if block not in self.checked_blocks:
-                self.file.check(block, self.host_views[slot])
+                self.file.check(block, bytes_of(self.host_memory[slot]))
                 self.checked_blocks.add(block)
         except SequoiaPlanError:
             self.layer_in_slot[slot] = -1
@@ -124,13 +123,12 @@ class DiskStream(WeightStream):
         Without counts, or with those of another model: by the stream's own count.
         """
         experts = sorted(self.counts)
-        if len(counts) != len(experts):
-            counts = [self.counts[expert] for expert in experts]
-        self.expert_counts = counts
-        sizes = [sum(weights.nbytes for weights in self._weights(*expert)) for expert in experts]
-        ranked = sorted(zip([-count for count in counts], experts, strict=True))
-        number = self.expert_bytes // max(sizes, default=1)
-        self.kept = {expert: self.kept.get(expert, []) for _, expert in ranked[:number]}
+        if len(counts) == len(experts):
+            self.counts = Counter(dict(zip(experts, counts, strict=True)))
+        self.expert_counts = tuple(self.counts[expert] for expert in experts)
+        sizes = (sum(weights.nbytes for weights in self._weights(*expert)) for expert in experts)
+        most_chosen = self.counts.most_common(self.expert_bytes // max(sizes, default=1))
+        self.kept = {expert: self.kept.get(expert, []) for expert, _ in most_chosen}
 
     def _weights(self, layer: int, row: int) -> list[Tensor]:
         """An expert's rows of its layer's routed tensors, in their slot."""
@@ -180,5 +178,5 @@ class DiskStream(WeightStream):
         """Read a part of a layer's block."""
         if layer == 0:
             self.file.check_unchanged()
-        block, memory = self.blocks[layer], self.host_views[layer % len(self.memory)]
-        self.file.read(block.offset + start, memory[start:end])
+        memory = bytes_of(self.host_memory[layer % len(self.memory)])
+        self.file.read(self.blocks[layer].offset + start, memory[start:end])

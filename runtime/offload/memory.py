@@ -62,16 +62,14 @@ def split_memory(
     cache_bytes: int,
     layer_sizes: list[int],
     copy_size: int = 0,
-    by_expert: bool = False,
+    slots: int = SLOTS,
 ) -> MemorySplit:
     """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile.
 
-    `by_expert`: keep experts instead. What a layer needs is then known when it is computed, so
-    nothing is read ahead, and one slot is enough.
+    With one slot, nothing is read ahead: experts stay instead of layers, as many as fit.
     """
     num_layers, total_bytes = len(layer_sizes), sum(layer_sizes)
     max_size, slot_bytes, expert_bytes = max(layer_sizes), 0, 0
-    slots = 1 if by_expert else SLOTS
     fixed_bytes = outside_bytes + draft_bytes + cache_bytes
     num_resident = num_layers
     if fixed_bytes + total_bytes > memory:
@@ -86,7 +84,7 @@ def split_memory(
                 f"{slots} layers at a time"
             )
         num_resident -= 1
-        if by_expert:
+        if slots == 1:
             num_resident, expert_bytes = 0, memory - needed_bytes
         elif max_size > copy_size:  # a resident layer needs no copy
             num_resident = min((memory - needed_bytes) // (max_size - copy_size), num_resident)

@@ -22,7 +22,7 @@ from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.fuse import fuse, try_kinds
-from sequoia_plan.runtime.models.fused_layer import FUSIBLE_NORMS, in_joined_order
+from sequoia_plan.runtime.models.fused_layer import in_joined_order
 from sequoia_plan.runtime.models.gguf import cache_folder
 from sequoia_plan.runtime.models.loading import (
     auto_class,
@@ -53,10 +53,10 @@ FILE_SAMPLES, SAMPLE_BYTES = 256, 4096
 
 
 class OffloadedTarget:
-    """A target whose layers are in a file; everything outside them, and their norms, is in memory.
+    """A target whose layers are in a file; what is outside them, and their vectors, is in memory.
 
-    `place` loads the layers, or lets them be streamed. Norms are small, and a fused layer computes
-    with values that it derives from their weights. Of a mixture, all but the experts is in memory.
+    `place` loads the layers, or lets them be streamed. Vectors are small, and a fused layer derives
+    others from the weights of norms. Of a mixture, all but the experts is in memory.
     """
 
     def __init__(self, source: str | None, device: str, dtype: torch.dtype) -> None:
@@ -144,14 +144,6 @@ class OffloadedTarget:
             return DiskStream(self.file, blocks, split.slots, self.device, split.resident_bytes)
         return HostStream(pinned_blocks(self.file, blocks), split.slots, self.device)
 
-    def _norm_names(self) -> set[str]:
-        """Names of the weights of the layers' norms in the model."""
-        return {
-            f"{self.layers_name}.{path}.weight"
-            for path, module in self.layers.named_modules()
-            if type(module).__name__ in FUSIBLE_NORMS
-        }
-
     def _layer_block(self, number: int) -> WeightBlock:
         """A layer's block, with its tensors by their names in the layer."""
         block = self.file.blocks[1 + number]
@@ -172,13 +164,13 @@ class OffloadedTarget:
             with exclusive_lock(path), TemporaryDirectory(dir=path.parent) as scratch:
                 with contextlib.suppress(SequoiaPlanError):  # none, or not of these weights
                     return WeightFile(path, source)
-                reader = self._tensor_reader(folder, layout, dtype, scratch)
+                reader = self._tensor_reader(folder, dtype, scratch)
                 write_weights(path, layout, reader, source)
                 return WeightFile(path, source)
         except OSError as error:
             raise SequoiaPlanError(
-                f"{path}: cannot be written ({error.strerror or error}); set SEQUOIA_PLAN_CACHE to "
-                "a folder that can"
+                f"{path}: cannot be written ({error.strerror or error}); it takes as much room as "
+                "the weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
             ) from error
 
     def _layout(self) -> list[dict[str, Tensor]]:
@@ -187,37 +179,36 @@ class OffloadedTarget:
         A layer's have the order in which a fused layer joins them.
         """
         blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
-        prefix, norm_names = f"{self.layers_name}.", self._norm_names()
+        prefix = f"{self.layers_name}."
         tensors = _saved_tensors(self.model)
         for name in in_joined_order(tensors):
-            block_number, stays = 0, name in norm_names
-            if self.routed:
-                stays = name not in self.routed
-            if name.startswith(prefix) and not stays:
+            block_number = 0
+            is_streamed = name in self.routed if self.routed else tensors[name].ndim > 1
+            if name.startswith(prefix) and is_streamed:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
             blocks[block_number][name] = tensors[name]
         return blocks
 
     def _tensor_reader(
-        self, folder: Path, layout: list[dict[str, Tensor]], dtype: torch.dtype, scratch: str
+        self, folder: Path, dtype: torch.dtype, scratch: str
     ) -> Callable[[str], Tensor]:
         """A function that returns a tensor by its name in the model; one at a time is in memory.
 
         Those that transformers converts, it writes into `scratch`. It has already loaded a
         quantised model.
         """
-        tensors = {name: tensor for block in layout for name, tensor in block.items()}
-        if not any(tensor.is_meta for tensor in tensors.values()):
-            return tensors.__getitem__
-        whole_model = load_whole(folder, dtype, offload_folder=scratch)
-        saved = whole_model.state_dict()
+        expected = self.model.state_dict()
+        if not any(tensor.is_meta for tensor in expected.values()):
+            return expected.__getitem__
+        whole = load_whole(folder, dtype, device_map={"": "disk"}, offload_folder=scratch)
+        saved = whole.state_dict()
 
         def load(name: str) -> Tensor:
-            if not saved[name].is_meta:
-                return saved[name]
-            tensor = load_offloaded_parameter(whole_model, name)
-            shapes = name, tensor.shape, saved[name].shape
-            refuse_shapes(folder, [shapes] if shapes[1] != shapes[2] else [])
+            tensor = saved[name]
+            if tensor.is_meta:
+                tensor = load_offloaded_parameter(whole, name)
+            if tensor.shape != expected[name].shape:
+                refuse_shapes(folder, [(name, tensor.shape, expected[name].shape)])
             return tensor
 
         first_names: dict[int, str] = {}

@@ -204,11 +204,6 @@ def write_weights(
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except OSError as error:
-        raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
-            "weights: free some, or set SEQUOIA_PLAN_CACHE to a folder that has it"
-        ) from error
     finally:
         unfinished.unlink(missing_ok=True)
 

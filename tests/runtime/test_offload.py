@@ -156,9 +156,8 @@ def place(offloaded, resident):
     sizes, outside_bytes = offloaded.layer_sizes(), offloaded.outside_bytes
     # a family's layers may differ in size
     memory = outside_bytes + int(min((SLOTS + resident) * max(sizes), sum(sizes) - 1))
-    by_expert = bool(offloaded.routed)
-    split = split_memory(memory, outside_bytes, 0, 0, sizes, by_expert=by_expert)
-    return offloaded.place(split, "disk")
+    slots = 1 if offloaded.routed else SLOTS
+    return offloaded.place(split_memory(memory, outside_bytes, 0, 0, sizes, slots=slots), "disk")
 
 
 def assert_same_tokens(offloaded, in_memory):
