@@ -33,7 +33,7 @@ from sequoia_plan.engines.plan import NONE, Cell, Drafting, MeasuredCell
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.prediction import predict_cells
 from sequoia_plan.engines.spec_types import split_types
-from sequoia_plan.engines.vllm import VllmPool, speculative_config
+from sequoia_plan.engines.vllm import VllmPool
 from sequoia_plan.engines.workload import EngineRun, RunKind, Workload, measured_cell
 from sequoia_plan.profiler.hardware import fingerprint
 
@@ -104,7 +104,7 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
         max_context=max(contexts),
         report_status=lambda text: print(text, flush=True),
         python=arguments.python,
-        speculative=speculative_config(arguments.method, arguments.draft, {}),
+        speculative={"method": arguments.method, "model": arguments.draft},
         options=options,
     ) as pool:
         measurements = planning.measure(pool, batches, max_length, contexts)

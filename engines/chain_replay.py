@@ -67,16 +67,6 @@ class DraftedText:
     first: Sequence[Proposal] = ()
     """Proposals where a chain begins, if they are others: of a draft that reads hidden states."""
 
-    @cached_property
-    def num_shared(self) -> int:
-        """Positions up to the first whose token differs from the one that the draft met.
-
-        The two were decoded in batches of other sizes, which round otherwise.
-        """
-        own = zip(self.proposals, self.tokens[1:], strict=False)
-        same = [not p.candidates or p.agrees == (p.candidates[0] == token) for p, token in own]
-        return [*same, False].index(False)
-
     def proposal(self, position: int, wrong: int | None) -> Proposal:
         """What is proposed at a position of a chain whose first wrong token is at `wrong`."""
         if wrong is not None:
@@ -94,8 +84,8 @@ class DraftedText:
     def replay(self, drafting: Drafting) -> list[ChainStep]:
         """Decodes the text again in another way."""
         end = len(self.proposals) if drafting.length else len(self.tokens) - 1
-        if drafting.length and drafting.lookup_size:
-            end = self.num_shared
+        if drafting.lookup_size:
+            end = min(end, len(self.tokens) - 1)
         steps = []
         position = 0
         while position < end:

@@ -12,8 +12,6 @@ from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
 from sequoia_plan.engines.planning import FREE, best_of_each
 from sequoia_plan.engines.timing import StepTimes
 
-GAIN = 0.1
-"""How much more often a better draft would be right."""
 PARTS = (
     "the target's pass over one token",
     "its further tokens",
@@ -47,7 +45,7 @@ def diagnosed(
                 "half the rise of the target's pass with its tokens": best_speed(
                     model, times, width=0.5
                 ),
-                f"acceptance {GAIN:+g}": best_speed(model.improved(GAIN), times),
+                "acceptance +0.1": best_speed(model.improved(0.1), times),
             }
             ordered = sorted(changes.items(), key=lambda change: -change[1])  # most helpful first
             found["changes"] = {f"the best chain, with {name}": speed for name, speed in ordered}
@@ -78,8 +76,7 @@ def rank_rates(texts: Sequence[DraftedText]) -> list[float]:
     """How often the text's token was the draft's first, second, ... candidate."""
     ranks: Counter[int] = Counter()
     for text in texts:
-        proposals = text.proposals[: text.num_shared]
-        for proposal, token in zip(proposals, text.tokens[1:], strict=False):
+        for proposal, token in zip(text.proposals, text.tokens[1:], strict=False):
             if proposal.candidates:
                 ranks[[*proposal.candidates, token].index(token)] += 1
     return [ranks[rank] / ranks.total() for rank in range(max(ranks, default=0))]

@@ -8,7 +8,7 @@ from typing import Any
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines import counters
 from sequoia_plan.engines.chain import ChainModel
-from sequoia_plan.engines.chain_replay import NOTHING_DRAFTED, ChainStep, acceptance_of
+from sequoia_plan.engines.chain_replay import NOTHING_DRAFTED, acceptance_of
 from sequoia_plan.engines.llama_server import Server
 from sequoia_plan.engines.llamacpp import timed_steps
 from sequoia_plan.engines.plan import (
@@ -66,20 +66,15 @@ def diagnose_llama_server(
 ) -> EnginePlan:
     """Decodes prompts, and times the steps of shorter chains in requests without room for more."""
     prompts = [server.encode(workload.prompts[i]) for i in workload.measuring]
-
-    def decode(prompt: list[int], tokens: int) -> list[ChainStep]:
-        body = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0, "cache_prompt": True}
-        return server.generate(body)
-
     report_status(f"decoding {len(prompts)} prompts")
-    recorded = [decode(prompt, workload.tokens) for prompt in prompts]
+    recorded = [server.generate(prompt, workload.tokens) for prompt in prompts]
     if not any(step.drafted for step in chain(*recorded)):
         raise SequoiaPlanError(f"{server.address}: {NOTHING_DRAFTED}")
     acceptance = acceptance_of(recorded, f"{len(prompts)} prompts")
     length = len(acceptance.accepted)
     report_status("timing steps")
     rooms = product(prompts[:TIMED_PROMPTS], range(length + 1))
-    short = (decode(prompt, room + 2) for prompt, room in rooms)
+    short = (server.generate(prompt, room + 2, True) for prompt, room in rooms)
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for step in filter(lambda step: step.is_single, chain(*recorded, *short)):
         seconds[step.drafted].append(step.seconds)

@@ -58,7 +58,7 @@ def find_build(server: str) -> Build:
         raise SequoiaPlanError(
             f"--server {server}: no such program; build llama.cpp and give its llama-server"
         )
-    version = re.search(r"version: (.+)", _output_of(path, "--version"))
+    version = re.search(r"version: (.*)|$", _output_of(path, "--version"))
     devices = re.search(
         r"Available devices:\s*\n\s*(?!\(none\))\S", _output_of(path, "--list-devices")
     )
@@ -67,8 +67,7 @@ def find_build(server: str) -> Build:
         raise SequoiaPlanError(
             f"--server {server}: this version has no --spec-type; build llama.cpp of 2026 or later"
         )
-    name = version[1].strip() if version else ""
-    return Build(path, name, bool(devices), tuple(types[1].split(",")))
+    return Build(path, (version and version[1]) or "", bool(devices), tuple(types[1].split(",")))
 
 
 def _output_of(path: str, option: str) -> str:
@@ -96,8 +95,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         command = [build.path, *arguments, "--host", "127.0.0.1", "--port", port]
-        key = dict(pairwise(arguments)).get("--api-key", "")
-        return cls(f"http://127.0.0.1:{port}", key, EngineProcess(sys.executable, command))
+        return cls(f"http://127.0.0.1:{port}", engine=EngineProcess(sys.executable, command))
 
     def close(self) -> None:
         """Ends a server that was started here."""
@@ -150,14 +148,17 @@ class Server:
         body = {"content": text, "add_special": True, "parse_special": True}
         return self.ask("/tokenize", body)["tokens"]
 
-    def generate(self, completion: Mapping[str, Any], only_first: bool = False) -> list[ChainStep]:
-        """The steps of a request to /completion, after the pass over the prompt.
+    def generate(
+        self, prompt: Sequence[int], tokens: int, only_first: bool = False, **options: Any
+    ) -> list[ChainStep]:
+        """The steps of a greedy request to /completion, after the pass over the prompt.
 
         If only the first one is wanted the request is given up after it, and does not end earlier.
+        The begin of a prompt may be in the server's cache.
         """
-        body = {"ignore_eos": only_first, "stream": True, "timings_per_token": True}
+        options |= {"ignore_eos": only_first, "stream": True, "timings_per_token": True}
         timings: dict[float, Mapping[str, Any]] = {}  # by the time when a step ended
-        with self._answer("/completion", {**completion, **body}) as answer:
+        with self._answer("/completion", {**greedy(prompt, tokens), **options}) as answer:
             for line in filter(lambda line: line.startswith(b"data: {"), answer):
                 if timing := json.loads(line[6:]).get("timings"):
                     timings[timing["predicted_ms"]] = timing
@@ -165,9 +166,9 @@ class Server:
                     break
         return steps_of_timings(timings.values(), self.bonus)
 
-    def text(self, completion: Mapping[str, Any]) -> list[int]:
+    def text(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """Token ids that follow a prompt, all of them: a stream leaves out parts of characters."""
-        return self.ask("/completion", {**completion, "return_tokens": True})["tokens"]
+        return self.ask("/completion", {**greedy(prompt, tokens), "return_tokens": True})["tokens"]
 
     def logged_chains(self) -> list[list[Proposal]]:
         """What was proposed in each drafted chain since the last call, from the debug log."""
@@ -188,6 +189,11 @@ class Server:
             chains[-1].append(Proposal(float(prob), False, (int(token),)))
         self._log_offset += len(log)
         return chains
+
+
+def greedy(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    """A request for at most so many tokens."""
+    return {"prompt": [*prompt], "n_predict": tokens, "temperature": 0.0, "cache_prompt": True}
 
 
 def steps_of_timings(timings: Iterable[Mapping[str, Any]], bonus: int = 1) -> list[ChainStep]:

@@ -7,9 +7,9 @@ length (n-max), threshold (p-min), and lookup.
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, repeat, zip_longest
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -60,19 +60,13 @@ PERIOD = 48
 """Tokens of a text that is repeated to time lookups: more than are looked up."""
 COPIED = Drafting(lookup_size=3, lookup_length=TIMED_WIDTHS[-1] - 1)
 """In a text that repeats, a pattern of three tokens is found one period before."""
-DEFAULT_CHAIN, DEFAULT_LOOKUP = Drafting(3), Drafting(lookup_size=12, lookup_length=48)
-"""What llama.cpp does if only a type is named (common.h, ggml 0.25.3)."""
-
-
-class Logged(NamedTuple):
-    """Names a server that logs the chains that it drafts."""
-
-    drafting: Drafting
 
 
 @dataclass(kw_only=True)
 class LlamaCppPool(EnginePool):
     """Servers that decode one request at a time."""
+
+    name = "llamacpp"
 
     build: Build
     draft_type: str = ""
@@ -81,28 +75,24 @@ class LlamaCppPool(EnginePool):
     """Types of n-gram that are measured as they are by default."""
     arguments: Sequence[str] = ()
     """Further options of llama-server."""
+    logged: set[Drafting] = field(default_factory=set)
+    """Ways of drafting whose servers log the chains that they draft."""
 
     @property
     def has_device(self) -> bool:
         """Whether this build lists a device other than the CPU."""
         return self.build.has_device
 
-    @property
-    def default_drafting(self) -> Drafting:
-        """What llama.cpp does if only the type is named."""
-        return DEFAULT_CHAIN if self.draft_type else DEFAULT_LOOKUP
-
-    def start(self, key: Drafting | Logged) -> Server:
+    def start(self, key: Drafting) -> Server:
         """Starts a server."""
         self.report_status("starting llama-server")
-        logs_chains = isinstance(key, Logged)
-        drafting = key.drafting if isinstance(key, Logged) else key
+        self.version = self.build.version
         size = max(SERVER_CONTEXT, self.max_context + self.workload.tokens + ROOM)
         options = [
             *("-m", self.target, "-np", "1", "-c", str(size), "--offline"),
-            *flags(drafting, self.draft_type, self.draft),
+            *flags(key, self.draft_type, self.draft),
             *self.arguments,
-            *(["--verbosity", "5"] if logs_chains else []),
+            *(["--verbosity", "5"] if key in self.logged else []),
         ]
         server = Server.start(self.build, options)
         server.bonus += is_recurrent(self.target)
@@ -126,25 +116,13 @@ class LlamaCppPool(EnginePool):
         others = self.texts[middle:] if index < middle else self.texts[:middle]
         return fill_up(self.prompts[index], text_before(others or self.texts, 0, context))
 
-    def _completion(self, prompt: Sequence[int], tokens: int, context: int) -> dict[str, Any]:
-        """A request to decode a prompt. With a context, its begin may be in the server's cache."""
-        return {
-            "prompt": list(prompt),
-            "n_predict": tokens,
-            "temperature": self.workload.temperature,
-            "cache_prompt": context > 0,
-        }
-
     def decode(
-        self, key: Drafting | Logged, prompts: Iterable[int], context: int = 0
+        self, key: Drafting, prompts: Iterable[int], context: int = 0
     ) -> list[list[ChainStep]]:
         """Decodes prompts, one at a time, and returns each one's steps."""
         self.ensure_running([key])
         server, tokens = self.running[key], self.workload.tokens
-        return [
-            server.generate(self._completion(self.prompt(i, context), tokens, context))
-            for i in prompts
-        ]
+        return [server.generate(self.prompt(i, context), tokens) for i in prompts]
 
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
         """Decodes prompts."""
@@ -157,7 +135,8 @@ class LlamaCppPool(EnginePool):
 
         Of lookups before a draft, those before the best chain are predicted.
         """
-        recording = Logged(Drafting(max_length + EXTRA_LENGTH))
+        recording = Drafting(max_length + EXTRA_LENGTH)
+        self.logged |= {recording, Drafting(recording.length, NEVER)}
         times = self._time(context, recording)
         texts, recorded = self.record(context, recording)
         draftings = candidates(max_length if self.draft_type else 0)
@@ -178,16 +157,16 @@ class LlamaCppPool(EnginePool):
         return replace(model, draftings=[*draftings, *as_they_are], recorded=as_they_are), times
 
     def record(
-        self, context: int, recording: Logged
+        self, context: int, recording: Drafting
     ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
         """Decodes the prompts to measure on: their texts, and steps with long chains."""
         self.report_status("recording texts and chains")
         measuring, limit = self.workload.measuring, self.workload.tokens
         prompts = [self.prompt(i, context) for i in measuring]
-        tokens = self._texts(NONE, prompts, context)
+        tokens = self._texts(NONE, prompts)
         if not self.draft_type:
             texts = [*map(DraftedText, repeat(limit), prompts, tokens)]
-            return texts, [text.replay(DEFAULT_LOOKUP) for text in texts]
+            return texts, [text.replay(COPIED) for text in texts]
         self._logged(recording)  # of another context, and of steps that were timed
         recorded = self.decode(recording, measuring, context)
         # some drafts log nothing: no threshold can be planned for them
@@ -201,48 +180,45 @@ class LlamaCppPool(EnginePool):
             for steps, prompt, own in zip(recorded, prompts, tokens, strict=True)
         ]
         if self.draft_type in HIDDEN_STATE_TYPES:
-            texts = self._with_first_tokens(texts, context, recording)
+            texts = self._with_first_tokens(texts, recording)
         return texts, recorded
 
-    def _logged(self, key: Logged) -> list[list[Proposal]]:
+    def _logged(self, key: Drafting) -> list[list[Proposal]]:
         """The chains that a server has logged since the last call."""
         self.ensure_running([key])
         return self.running[key].logged_chains()
 
-    def _texts(
-        self, key: Drafting | Logged, prompts: Iterable[Sequence[int]], context: int
-    ) -> list[list[int]]:
+    def _texts(self, key: Drafting, prompts: Iterable[Sequence[int]]) -> list[list[int]]:
         """The token ids that a server writes after prompts."""
         self.ensure_running([key])
-        server, limit = self.running[key], self.workload.tokens
-        return [server.text(self._completion(prompt, limit, context)) for prompt in prompts]
+        return [self.running[key].text(prompt, self.workload.tokens) for prompt in prompts]
 
     def _with_first_tokens(
-        self, texts: Sequence[DraftedText], context: int, recording: Logged
+        self, texts: Sequence[DraftedText], recording: Drafting
     ) -> list[DraftedText]:
         """Adds the first token that the draft proposes at each position.
 
         The server's threshold lets no token through, so that every position is the begin of a
         chain, but the log has the token that would have been drafted.
         """
-        key = Logged(Drafting(recording.drafting.length, NEVER))
+        key = Drafting(recording.length, NEVER)
         self._logged(key)
-        tokens = self._texts(key, [text.prompt for text in texts], context)
+        tokens = self._texts(key, [text.prompt for text in texts])
         chains = iter(self._logged(key))
         # the first token of a text is the prompt's, and the last one of a whole text is not drafted
         last = self.workload.tokens - 1
-        completed = []
-        for text, own in zip(texts, tokens, strict=True):
-            first = [
-                proposed._replace(agrees=proposed.candidates[0] == token)
-                for token, (proposed, *_) in zip(own[1:last], chains, strict=False)
-            ]
-            pairs = zip_longest(text.proposals, first[: len(text.proposals)])
-            known = [each if each.candidates else begin or each for each, begin in pairs]
-            completed.append(replace(text, first=first, proposals=known))
-        return completed
+        return [
+            replace(
+                text,
+                first=[
+                    proposed._replace(agrees=proposed.candidates[0] == token)
+                    for token, (proposed, *_) in zip(own[1:last], chains, strict=False)
+                ],
+            )
+            for text, own in zip(texts, tokens, strict=True)
+        ]
 
-    def _time(self, context: int, recording: Logged) -> StepTimes:
+    def _time(self, context: int, recording: Drafting) -> StepTimes:
         """Times steps of every length.
 
         A request has no room for longer chains than its tokens, so that one server shows the steps
@@ -253,7 +229,7 @@ class LlamaCppPool(EnginePool):
             COPIED: [width - 1 for width in TIMED_WIDTHS],
         }
         if self.draft_type:
-            rooms[recording] = range(recording.drafting.length + 1)
+            rooms[recording] = range(recording.length + 1)
         seconds: defaultdict[tuple[Any, int], list[float]] = defaultdict(list)
         for group in self.groups(rooms):
             for round_index in range(TIMING_ROUNDS):
@@ -263,16 +239,16 @@ class LlamaCppPool(EnginePool):
                 prompt = self.prompt(index, context)
                 text = repeated(prompt, context or len(prompt))
                 for key, room in chain.from_iterable(zip(repeat(k), rooms[k]) for k in group):
-                    body = self._completion(text if key == COPIED else prompt, room + 2, 1)
                     server = self.running[key]
-                    steps = server.generate(body, key != NONE)
+                    start = text if key == COPIED else prompt
+                    steps = server.generate(start, room + 2, key != NONE)
                     if key == COPIED and not steps[0].drafted:  # it must go on to repeat
-                        body["logit_bias"] = [[text[-PERIOD], 100.0]]
-                        steps = server.generate(body, True)
+                        bias = [[text[-PERIOD], 100.0]]
+                        steps = server.generate(start, room + 2, True, logit_bias=bias)
                     for step in filter(lambda step: step.is_single, steps):
                         seconds[key, step.drafted].append(step.seconds)
 
-        def timed(server: Drafting | Logged) -> list[StepSeconds]:
+        def timed(server: Drafting) -> list[StepSeconds]:
             return timed_steps({n: taken for (key, n), taken in seconds.items() if key == server})
 
         plain, copied, drafted = timed(NONE), timed(COPIED), timed(recording)
@@ -314,15 +290,6 @@ class LlamaCppPool(EnginePool):
         """The options of llama-server for the best way of drafting, as one line for a shell."""
         words = flags(plan.best_cell(1).drafting, self.draft_type, self.draft)
         return (shlex.join(words),) if words else ()
-
-    def metadata(self) -> dict[str, Any]:
-        """The build's version and options."""
-        return {
-            "engine": "llamacpp",
-            "engine_version": self.build.version,
-            "method": ",".join(filter(None, (*self.other_types, self.draft_type))),
-            "settings": {"server_args": [*self.arguments], "tokens": self.workload.tokens},
-        }
 
 
 def timed_steps(seconds: Mapping[int, Sequence[float]]) -> list[StepSeconds]:

@@ -1,7 +1,5 @@
 """A diagnosis of speculation in an engine: what was measured, what is predicted, and the plan."""
 
-from typing import Any
-
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact
 
@@ -166,9 +164,7 @@ class EnginePlan(Artifact, frozen=True, kw_only=True):
 
     engine: str
     engine_version: str = ""
-    method: str = ""
     target: str = ""
     draft: str = ""
-    settings: dict[str, Any] = {}
     contexts: tuple[ContextPlan, ...]
     seconds: float = 0.0

@@ -76,24 +76,21 @@ def make_plan(
     measurements: Iterable[Measurement],
     batches: Sequence[int],
     launch_options: Callable[[ContextPlan], tuple[str, ...]],
-    default: Drafting = NONE,
     **metadata: Any,
 ) -> EnginePlan:
     """Computes the plan from acceptance and step times. No engine is needed.
 
-    Of many settings at each length, the plan holds the best and those that `verify_plan` measures.
-    `default` is what the engine does if it is not told, and `metadata` are fields of `EnginePlan`.
+    Of many settings at each length, the plan holds the best. `metadata` are fields of `EnginePlan`.
     """
     contexts = []
     for model, times in measurements:
         cells = [cell for batch in batches for cell in predict_cells(model, times, batch)]
         best = best_by(cells, lambda each: (each.length, each.lookup_size > 0, each.types))
-        shown = (cell for cell in cells if cell in best or cell.drafting == default)
         part = ContextPlan(
             context=times.context,
             acceptance=model.acceptance,
             steps=times.steps,
-            cells=tuple(shown),
+            cells=tuple(cell for cell in cells if cell in best),
             schedule=_make_schedule(model, times, max(batches)),
             target_seconds=dict(times.target_seconds),
             bounds={FREE: cells[0].throughput * max(cell.tokens_per_step for cell in cells)},
@@ -110,11 +107,11 @@ def plan_of(
         measurements,
         batches,
         pool.launch_options,
-        pool.default_drafting,
         target=pool.target,
         draft=pool.draft or "",
         seconds=time.perf_counter() - pool.start_time,
-        **pool.metadata(),
+        engine=pool.name,
+        engine_version=pool.version,
     )
 
 
@@ -143,7 +140,7 @@ def best_of_each(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
-    """Measures the best cell of each way of drafting, and the default, on other prompts."""
+    """Measures the best cell of each way of drafting on other prompts."""
 
     def run(kind: RunKind, round_index: int) -> EngineRun:
         pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
@@ -154,7 +151,7 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
         RunKind(cell.drafting, cell.batch, part.context)
         for part in plan.contexts
         for cell in part.cells
-        if cell.drafting == pool.default_drafting or cell in best_of_each(part.cells)
+        if cell in best_of_each(part.cells)
     ]
     runs = pool.run_in_rounds(wanted, run, VERIFY_REPEATS)
     contexts = []

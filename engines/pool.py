@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from sequoia_plan.engines.plan import NONE, ContextPlan, Drafting
+from sequoia_plan.engines.plan import ContextPlan
 from sequoia_plan.engines.workload import EngineRun, RunKind, Workload
 
 MAX_CPU_ENGINES = 4
@@ -17,6 +17,8 @@ MAX_CPU_ENGINES = 4
 class EnginePool(ABC):
     """Engines of one target and draft, all of which end with this context."""
 
+    version: str = ""
+    """The engine's version, once one runs."""
     target: str
     draft: str | None
     workload: Workload
@@ -37,6 +39,8 @@ class EnginePool(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.exit_stack.close()
+
+    name: ClassVar[str]
 
     @property
     @abstractmethod
@@ -59,19 +63,10 @@ class EnginePool(ABC):
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
         """The options to start the engine with."""
 
-    @abstractmethod
-    def metadata(self) -> dict[str, Any]:
-        """The plan's fields about the engine and how it was measured."""
-
     def source(self, context: int) -> str:
         """What acceptance is counted on."""
         of_context = f" of {context} tokens" if context else ""
         return f"{self.workload.num_measuring} prompts{of_context}"
-
-    @property
-    def default_drafting(self) -> Drafting:
-        """What the engine does if the method is named alone."""
-        return NONE
 
     def groups(self, keys: Iterable[Any]) -> list[list[Any]]:
         """Splits engines into groups that fit in memory together. Those that run come first."""

@@ -1,13 +1,13 @@
 """What a step of an engine is expected to yield and to take, whatever predicts it."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sequoia_plan.artifacts.uncertainty import Z95, jackknife_error
-from sequoia_plan.engines.plan import NONE, Cell, ChainAcceptance, Drafting
+from sequoia_plan.engines.plan import NONE, Cell, Drafting
 from sequoia_plan.engines.timing import StepTimes
 
 
@@ -26,19 +26,9 @@ class Expectation(NamedTuple):
         return self.tokens / self.seconds
 
 
-class StepModel(Protocol):
-    """Predicts the steps of every way of drafting from one measurement of acceptance."""
-
-    @property
-    def acceptance(self) -> ChainAcceptance:
-        """How far chains were accepted."""
-
-    @property
-    def draftings(self) -> Sequence[Drafting]:
-        """The ways of drafting to choose from, `NONE` first."""
-
-    def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
-        """What a step yields and takes."""
+StepModel = Any
+"""What predicts the steps of every way of drafting from one measurement: `acceptance`, `draftings`
+with none first, and `expect`, as of `ChainModel` and `ReplayModel`."""
 
 
 def ratio_error(numerators: Iterable[float], denominators: Iterable[float]) -> float:

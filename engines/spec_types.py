@@ -57,7 +57,7 @@ def split_types(
 
     Without a list the draft's file says the type.
     """
-    types = named.split(",") if named else [*filter(None, [type_of_files(target, draft)])]
+    types = (named or type_of_files(target, draft) or "none").split(",")
     drafts = [name for name in types if name.startswith("draft-")]
     needs_file = bool(drafts) and drafts != ["draft-mtp"]
     if {*types} - {*known} or len(drafts) > 1 or needs_file != bool(draft):

@@ -30,11 +30,15 @@ takes a processor from the engine that decodes in that second.
 """
 STEPS_PER_ROUND = 12
 STEPS_PER_PORTION = 4
+MIN_RUN_PROMPTS = 16
+"""Prompts that verify at small batch sizes."""
 
 
 @dataclass(kw_only=True)
 class VllmPool(EnginePool):
     """vLLM with different numbers of speculative tokens."""
+
+    name = "vllm"
 
     python: str
     speculative: Mapping[str, Any]
@@ -63,6 +67,7 @@ class VllmPool(EnginePool):
             speculative=config,
             options=dict(self.options),
         )
+        self.version = self.info["version"]
         return engine
 
     def encode(self, engine: EngineProcess) -> tuple[list[list[int]], list[list[int]]]:
@@ -87,7 +92,7 @@ class VllmPool(EnginePool):
         """
         drafting, batch, context = kind
         self.ensure_running([drafting])
-        if self.last_drafting != drafting:
+        if self.last_drafting not in (None, drafting):
             time.sleep(IDLE_SECONDS)  # until the engine that ran before uses no processor
         self.last_drafting = drafting
         return self.running[drafting].ask(
@@ -104,9 +109,10 @@ class VllmPool(EnginePool):
     def run(self, kind: RunKind, prompts: Sequence[int], steps: int | None = None) -> EngineRun:
         """Decodes prompts until fewer than a batch are left, or for so many full steps.
 
-        They repeat if there are fewer than two for each request of a batch.
+        At small batch sizes it takes MIN_RUN_PROMPTS of them, so that a run takes about as long at
+        each; at large ones twice a batch, for which they repeat if necessary.
         """
-        count = max(2 * kind.batch, len(prompts))
+        count = max(2 * kind.batch, min(len(prompts), MIN_RUN_PROMPTS))
         result = self.decode(kind, [prompts[i % len(prompts)] for i in range(count)], steps)
         seconds, tokens = result["step_seconds"], result["step_tokens"]
         if not seconds:
@@ -118,18 +124,20 @@ class VllmPool(EnginePool):
 
     def record(self, max_length: int, batch: int, context: int) -> ChainModel:
         """Counts how far chains of the maximum length are accepted."""
+        prompts = self.workload.measuring
+        batch = min(batch, len(prompts))
         self.report_status(
             f"counting what is accepted of {max_length} speculative tokens, "
             f"{batch} requests at a time"
         )
-        kind = RunKind(Drafting(max_length), batch, context)
-        run = self.decode(kind, self.workload.measuring, drain=True)
+        run = self.decode(RunKind(Drafting(max_length), batch, context), prompts, drain=True)
         source = f"vLLM {self.info['version']}, {self.source(context)}"
         tokens_by_prompt = run["tokens_by_prompt"]
         counted = run["counters"] | {counters.NUM_STEPS: sum(map(len, tokens_by_prompt))}
         acceptance = counters.chain_acceptance(counted, source)
         trials = round(effective_trials(acceptance, tokens_by_prompt), 1)
-        return ChainModel(replace(acceptance, trials=trials), max_length)
+        acceptance = replace(acceptance, trials=trials)
+        return ChainModel(acceptance, max_length)
 
     def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
         """Times a few full steps."""
@@ -144,15 +152,6 @@ class VllmPool(EnginePool):
         """The options that start this vLLM."""
         return launch_options(self.speculative, plan.schedule, self.info["accepts_schedule"])
 
-    def metadata(self) -> dict[str, Any]:
-        """vLLM's version and options."""
-        return {
-            "engine": "vllm",
-            "engine_version": self.info["version"],
-            "method": self.speculative["method"],
-            "settings": {"engine": dict(self.options), "speculative": dict(self.speculative)},
-        }
-
 
 def typical_seconds(step_seconds: Sequence[float]) -> float:
     """Seconds of a step, from the successive steps of a run: the median over portions of it.
@@ -163,11 +162,6 @@ def typical_seconds(step_seconds: Sequence[float]) -> float:
     """
     portions = np.array_split(step_seconds, max(len(step_seconds) // STEPS_PER_PORTION, 1))
     return float(np.median([portion.mean() for portion in portions]))
-
-
-def speculative_config(method: str, draft: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's speculative config, without a number of speculative tokens."""
-    return {"method": method, **({"model": draft} if draft else {}), **extra}
 
 
 def launch_options(

@@ -23,8 +23,9 @@ from sequoia_plan.planner.cli.options import (
 from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sequoia_plan.engines.plan import EnginePlan
-    from sequoia_plan.engines.workload import Workload
 
 prompts_option = file_option(
     "--prompts",
@@ -32,14 +33,13 @@ prompts_option = file_option(
     text="As for profile: every second prompt is measured on, the others verify. "
     "[default: built-in]",
 )
-tokens_option = count_option("--tokens", default=64, text="New tokens a prompt, at most.", least=8)
 run_options = bundle(
     "run",
     path=prompts_option,
     limit=count_option(
         "--limit", default=48, text="Prompts to measure on, at most, and as many to verify on."
     ),
-    tokens=tokens_option,
+    tokens=count_option("--tokens", default=64, text="New tokens a prompt, at most.", least=8),
     contexts=sizes_option(
         "--context",
         "contexts",
@@ -51,7 +51,7 @@ run_options = bundle(
         "--verify",
         "should_verify",
         is_flag=True,
-        help="Then measure the best choices, no speculation and the default on other prompts.",
+        help="Then measure the best choices and no speculation on other prompts.",
     ),
     max_length=count_option(
         "--most", "max_length", default=8, text="Drafted tokens, at most.", most=64
@@ -68,8 +68,6 @@ output_options = bundle(
 @click.option("--url", type=NAME, help="A server that runs; nothing is changed there.")
 @click.option("--api-key", "key", type=NAME, help="The key that a running server asks for.")
 @prompts_option
-@count_option("--limit", default=12, text="Prompts to send to a llama-server, at most.")
-@tokens_option
 @output_options
 @click.pass_context
 def diagnose(
@@ -77,8 +75,6 @@ def diagnose(
     url: str | None,
     key: str | None,
     path: str | None,
-    limit: int,
-    tokens: int,
     outputs: dict[str, Any],
 ) -> None:
     """Say why speculation does or does not pay in an engine, which setting is best, and what would
@@ -93,18 +89,16 @@ def diagnose(
     from sequoia_plan.engines.workload import Workload
 
     with status("") as report_status:
-        workload = Workload.load(path, limit, tokens)
+        workload = Workload.load(path, limit=12, tokens=64)
         write(diagnose_server(url, key or "", workload, report_status), **outputs)
 
 
 def read_json(text: str) -> dict[str, Any]:
     """Read a JSON object."""
-    value = None
     with suppress(ValueError):
-        value = json.loads(text)
-    if not isinstance(value, dict):
-        raise click.BadParameter(f'found {text}, expected a JSON object, as {{"dtype": "float32"}}')
-    return value
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise click.BadParameter(f'found {text}, expected a JSON object, as {{"dtype": "float32"}}')
 
 
 @diagnose.command()
@@ -119,6 +113,15 @@ def read_json(text: str) -> dict[str, Any]:
         text="The Python that has vLLM. [default: this one]",
         default=sys.executable,
     ),
+    speculative=click.option(
+        "--speculative-config",
+        "speculative",
+        metavar="JSON",
+        type=read_json,
+        required=True,
+        help="vLLM's own, without a number of tokens, as "
+        '{"method": "draft_model", "model": "draft"}.',
+    ),
     options=click.option(
         "--engine-args",
         "options",
@@ -127,21 +130,6 @@ def read_json(text: str) -> dict[str, Any]:
         default="{}",
         help='Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.',
     ),
-)
-@click.option("--draft", metavar="ID|DIR", type=NAME, help="As vLLM is given it.")
-@click.option(
-    "--method",
-    default="draft_model",
-    type=NAME,
-    show_default=True,
-    help="vLLM's name of the drafting method: draft_model, eagle3, mtp, ngram, ...",
-)
-@click.option(
-    "--speculative-args",
-    metavar="JSON",
-    type=read_json,
-    default="{}",
-    help='Further entries of the speculative config, as {"prompt_lookup_max": 4}.',
 )
 @sizes_option(
     "--batch",
@@ -162,9 +150,6 @@ def read_json(text: str) -> dict[str, Any]:
 @output_options
 def vllm(
     engine: dict[str, Any],
-    draft: str | None,
-    method: str,
-    speculative_args: dict[str, Any],
     batches: list[int],
     temperature: float,
     run: dict[str, Any],
@@ -173,26 +158,17 @@ def vllm(
     """Measure a target and a draft in your vLLM, by batch size."""
     check_outputs(None, outputs["report"], run["path"])
 
-    from sequoia_plan.engines.planning import measure, plan_of, verify_plan
-    from sequoia_plan.engines.vllm import VllmPool, speculative_config
+    from sequoia_plan.engines.planning import measure, plan_of
+    from sequoia_plan.engines.vllm import VllmPool
 
-    contexts, should_verify, max_length, workload = read_run(run, temperature)
-    engine["options"] = {"max_num_seqs": max(batches)} | engine["options"]
-    with (
-        status("") as report_status,
-        VllmPool(
-            **engine,
-            draft=draft,
-            workload=workload,
-            max_context=max(contexts),
-            report_status=report_status,
-            speculative=speculative_config(method, draft, speculative_args),
-        ) as pool,
-    ):
-        measurements = measure(pool, batches, max_length, contexts)
-        plan = plan_of(pool, measurements, batches)
-        plan = verify_plan(pool, plan) if should_verify else plan
-    write(plan, **outputs)
+    def measured(pool: Any, max_length: int, contexts: list[int]) -> EnginePlan:
+        return plan_of(pool, measure(pool, batches, max_length, contexts), batches)
+
+    engine |= {
+        "draft": engine["speculative"].get("model"),
+        "options": {"max_num_seqs": max(batches)} | engine["options"],
+    }
+    diagnose_engine(VllmPool, engine, measured, {**run, "temperature": temperature}, outputs)
 
 
 def split_words(text: str) -> list[str]:
@@ -243,46 +219,41 @@ def llamacpp(
     from sequoia_plan.engines.diagnosis import diagnosed
     from sequoia_plan.engines.llama_server import find_build
     from sequoia_plan.engines.llamacpp import LlamaCppPool
-    from sequoia_plan.engines.planning import plan_of, verify_plan
+    from sequoia_plan.engines.planning import plan_of
     from sequoia_plan.engines.spec_types import is_recurrent, split_types
     from sequoia_plan.planner.report.engine_tree import planned_tree
 
-    contexts, should_verify, max_length, workload = read_run(run)
-    build = find_build(server)
-    draft_type, other_types = split_types(spec_type, build.types, target, draft)
-    with (
-        status("") as report_status,
-        LlamaCppPool(
-            **engine,
-            workload=workload,
-            max_context=max(contexts),
-            report_status=report_status,
-            build=build,
-            draft_type=draft_type,
-            other_types=other_types,
-        ) as pool,
-    ):
+    def measured(pool: Any, max_length: int, contexts: list[int]) -> EnginePlan:
         measurements = [pool.measure(max_length, context) for context in contexts]
-        plan = plan_of(pool, measurements, [1])
         tree = partial(planned_tree, branching=1 if is_recurrent(target) else None)
-        plan = diagnosed(plan, measurements, workload.kinds, tree)
-        plan = verify_plan(pool, plan) if should_verify else plan
-    write(plan, **outputs)
+        plan = plan_of(pool, measurements, [1])
+        return diagnosed(plan, measurements, pool.workload.kinds, tree)
+
+    engine["build"] = build = find_build(server)
+    types = split_types(spec_type, build.types, target, draft)
+    engine["draft_type"], engine["other_types"] = types
+    diagnose_engine(LlamaCppPool, engine, measured, run, outputs)
 
 
-def read_run(
-    run: dict[str, Any], temperature: float = 0.0
-) -> tuple[list[int], bool, int, Workload]:
-    """The contexts, whether to verify, the longest chain, and the prompts."""
+def diagnose_engine(
+    pool_class: Any,
+    engine: dict[str, Any],
+    measured: Callable[[Any, int, list[int]], EnginePlan],
+    run: dict[str, Any],
+    outputs: dict[str, Any],
+) -> None:
+    """Measure in engines that are started, verify the plan if it is wished, and write it."""
+    from sequoia_plan.engines.planning import verify_plan
     from sequoia_plan.engines.workload import Workload
 
     contexts, should_verify = run.pop("contexts") or [0], run.pop("should_verify")
-    return (
-        contexts,
-        should_verify,
-        run.pop("max_length"),
-        Workload.load(**run, temperature=temperature),
-    )
+    max_length, workload = run.pop("max_length"), Workload.load(**run)
+    with status("") as report_status:
+        engine |= {"workload": workload, "report_status": report_status}
+        with pool_class(**engine, max_context=max(contexts)) as pool:
+            plan = measured(pool, max_length, contexts)
+            plan = verify_plan(pool, plan) if should_verify else plan
+    write(plan, **outputs)
 
 
 def write(plan: EnginePlan, report: str | None, as_json: bool) -> None:

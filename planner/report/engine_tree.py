@@ -7,8 +7,6 @@ from sequoia_plan.engines.diagnosis import rank_rates
 from sequoia_plan.engines.timing import StepTimes
 from sequoia_plan.planner.solving.solve import solve
 
-DEPTH = 16
-
 
 def planned_tree(
     model: ReplayModel, times: StepTimes, branching: int | None = None
@@ -26,7 +24,7 @@ def planned_tree(
     target = {n: t + max(reading, 0.0) * (n > 1) for n, t in times.target_seconds.items()}
     draft = {n: times.pass_seconds * t / one for n, t in times.target_seconds.items()}
     profile = Profile(acceptance=Acceptance([[rates]]), latency=Latency(target=target, draft=draft))
-    tree = solve(profile, budget=max(target), depth=DEPTH, branching=branching).tree
+    tree = solve(profile, budget=max(target), depth=16, branching=branching).tree
     return {
         f"the planned tree, of {tree.size} nodes": (tree.plan.predicted_speedup or 1) / one,
         "no tree passes": (tree.plan.speedup_bound or 1) / one,

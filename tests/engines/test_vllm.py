@@ -53,6 +53,11 @@ PROMPTS = [
 ]
 
 
+def draft_of(folder, **values):
+    """The speculative config with the embedded language model."""
+    return {"method": "draft_model", "model": str(folder / "draft"), **values}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     with pytest.MonkeyPatch.context() as patch:
@@ -75,9 +80,17 @@ def folder(tmp_path_factory):
 def measured_plan(folder):
     """A plan of few steps, verified."""
     (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
-    words = f"--target {folder}/target --draft {folder}/draft --python {PYTHON} --batch 1,3 "
+    words = f"--target {folder}/target --python {PYTHON} --batch 1,3 "
     words += f"--most 3 --prompts {folder}/prompts.txt --tokens 24 --verify --json"
-    result = succeed("diagnose", "vllm", *words.split(), "--engine-args", json.dumps(OPTIONS))
+    result = succeed(
+        "diagnose",
+        "vllm",
+        *words.split(),
+        "--engine-args",
+        json.dumps(OPTIONS),
+        "--speculative-config",
+        json.dumps(draft_of(folder)),
+    )
     return EnginePlan.from_dict(json.loads(result.stdout), "plan")
 
 
@@ -98,7 +111,7 @@ def test_the_plan(measured_plan):
 
 def test_vllm_takes_the_schedule(measured_plan):
     """vLLM's own reader of schedules finds the plan's best number for each batch size."""
-    speculative = vllm.speculative_config("draft_model", "d", {})
+    speculative = {"method": "draft_model", "model": "d"}
     schedule = measured_plan.contexts[0].schedule
     if len(schedule) == 1:
         schedule = (ScheduleEntry(1, 2, 2), ScheduleEntry(3, 3, 0))
@@ -125,9 +138,7 @@ def test_counters_agree_with_the_tokens(folder):
     That step may accept more tokens than the text has room for.
     """
     with EngineProcess(PYTHON) as engine:
-        speculative = vllm.speculative_config(
-            "draft_model", str(folder / "draft"), {"num_speculative_tokens": 2}
-        )
+        speculative = draft_of(folder, num_speculative_tokens=2)
         engine.ask(
             "starting",
             "start",
@@ -151,9 +162,7 @@ def test_a_server_that_runs(folder):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    config = vllm.speculative_config(
-        "draft_model", str(folder / "draft"), {"num_speculative_tokens": 2}
-    )
+    config = draft_of(folder, num_speculative_tokens=2)
     words = f"-m vllm.entrypoints.openai.api_server --model {folder}/target --port {port} "
     words += "--dtype float32 --enforce-eager --max-model-len 512 --max-num-batched-tokens 512"
     body = {"model": f"{folder}/target", "prompt": "Rain", "max_tokens": 64, "ignore_eos": True}

@@ -19,6 +19,7 @@ from sequoia_plan.planner.report.engine_page import engine_page
 from sequoia_plan.planner.report.engine_table import print_plan, sentences, verdict_lines
 
 pytestmark = pytest.mark.slow
+DRAFT = ("--speculative-config", '{"method": "draft_model", "model": "d"}')
 
 
 @pytest.fixture
@@ -32,25 +33,21 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def measured_plan(tmp_path_factory):
     """A plan by context, measured and verified, its page, and the output."""
-    words = f"vllm --target works --draft d --python {sys.executable} --batch 1,2 --most 3 "
+    words = f"vllm --target works --python {sys.executable} --batch 1,2 --most 3 "
     words += "--limit 12 --tokens 24 --context 900,300 --verify --report page.html"
     folder = tmp_path_factory.mktemp("engine")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(STAND_IN))
         patch.setattr(vllm, "IDLE_SECONDS", 0.0)  # the stand-in does not poll for work
-        result = succeed("diagnose", *words.split(), "--json")
+        result = succeed("diagnose", *words.split(), "--json", *DRAFT)
     plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
     return plan, (folder / "page.html").read_text()
 
 
 def test_the_plan_holds_what_the_engine_counted(measured_plan):
     plan = measured_plan[0]
-    assert (plan.engine, plan.engine_version, plan.method) == (
-        "vllm",
-        "0.0.stand-in",
-        "draft_model",
-    )
+    assert (plan.engine, plan.engine_version) == ("vllm", "0.0.stand-in")
     assert (plan.target, plan.draft) == ("works", "d")
     assert [part.context for part in plan.contexts] == [300, 900]
     for part in plan.contexts:
@@ -113,7 +110,7 @@ def test_where_the_best_number_changes_is_said(measured_plan):
 
 
 def test_a_vllm_without_schedules_gets_a_line_for_each_number():
-    speculative = vllm.speculative_config("draft_model", "it's", {"x": 1})
+    speculative = {"method": "draft_model", "model": "it's", "x": 1}
     schedule = (ScheduleEntry(1, 2, 3), ScheduleEntry(3, 8, 1), ScheduleEntry(9, 16, 0))
     lines = vllm.launch_options(speculative, schedule, accepts_schedule=False)
     expected = {"method": "draft_model", "model": "it's", "x": 1}
@@ -131,7 +128,7 @@ def test_what_another_program_takes_is_not_in_a_steps_time():
     assert vllm.typical_seconds(disturbed[7:10]) == 3  # a run of one portion
 
 
-MODELS = ["--target", "t", "--draft", "d"]
+MODELS = ["--target", "t", *DRAFT]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +139,7 @@ MODELS = ["--target", "t", "--draft", "d"]
         ([*MODELS, "--engine-args", "[1]"], 2, "found [1], expected a JSON object"),
         ([*MODELS, "--python", "/none"], 1, "/none: No such file or directory"),
         (
-            ["--target", "no counters", "--draft", "d", "--python", sys.executable],
+            ["--target", "no counters", *DRAFT, "--python", sys.executable],
             1,
             "found no counters of speculation",
         ),

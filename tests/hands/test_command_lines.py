@@ -42,7 +42,7 @@ MODES = {
     "generate": "generate --tree t",
     "bench": "bench --tree t --prompts p.txt",
     "profile": "profile --prompts p.txt -o made",
-    "vllm": "diagnose vllm --target model --python /no/such",
+    "vllm": "diagnose vllm --target model --speculative-config {} --python /no/such",
     "llamacpp": "diagnose llamacpp -m t -md t --server /no/such",
     "url": "diagnose --url http://127.0.0.1:9",
 }
