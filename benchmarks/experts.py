@@ -13,19 +13,13 @@ make: writes the models to build/experts. The target has the layers of a Qwen3-M
     add decides between them; the draft is a table of both.
 passes: bytes and seconds of passes by number of nodes, with those experts in memory that were
     chosen most often on other texts, and with as many others.
-decode: held-out prompts, plain and with the tree of the planner.
 accelerate: passes over one token of transformers, with as many layers in memory.
-llamacpp: the same of llama.cpp (`make llamacpp`), with its file mapped into memory. Its converter
-    makes build/experts/target.gguf of build/experts/target.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import resource
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -126,7 +120,7 @@ def measure_passes(_: argparse.Namespace) -> dict[str, Any]:
     pair = load_pair(str(TARGET), str(DRAFT), dtype="bfloat16", offload="disk", memory=MEMORY)
     stream: Any = stream_of(pair.target)
     decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
-    *others, prompt = (torch.tensor(prompt) for prompt in held_out(pair.tokenizer, 5))
+    *others, prompt = (torch.tensor(prompt) for prompt in held_out(pair.tokenizer, 3))
     for other in others:
         decoder.generate(other, 8)
     passes = []
@@ -147,23 +141,6 @@ def measure_passes(_: argparse.Namespace) -> dict[str, Any]:
     return {"in_memory": len(stream.kept), "expert_bytes": expert_bytes, "passes": passes}
 
 
-def measure_decoding(_: argparse.Namespace) -> dict[str, Any]:
-    """Plain decoding and the planner's tree, prompt by prompt in turn, by our own commands."""
-    models = f"--target {TARGET} --draft {DRAFT} --dtype bfloat16 --offload disk --memory {MEMORY}"
-    tree = FOLDER / "tree.safetensors"
-    profile = run(f"profile {models} --tokens 12 --precision 30% -o {FOLDER}/profile.yaml --json")
-    run(f"solve {FOLDER}/profile.yaml --budget 64 --depth 8 -o {tree}")
-    only = "--only plain --only traversal"
-    bench = run(f"bench {models} --tree {tree} {only} --limit 4 --tokens 32 --json")
-    return {"profile": json.loads(profile), "bench": json.loads(bench)}
-
-
-def run(words: str) -> str:
-    """What a command of sequoia-plan prints."""
-    command = ["sequoia-plan", *words.split()]
-    return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-
-
 @torch.inference_mode()
 def measure_accelerate(_: argparse.Namespace) -> dict[str, Any]:
     """Passes over random tokens, some layers on the disk."""
@@ -180,21 +157,10 @@ def measure_accelerate(_: argparse.Namespace) -> dict[str, Any]:
     return timed_reads(lambda: target(torch.randint(target.vocab_size, (1, 1))))
 
 
-def measure_llamacpp(_: argparse.Namespace) -> dict[str, Any]:
-    """Passes over random tokens."""
-    command = f".llamacpp/bin/llama-bench -m {TARGET}.gguf -p 0 -n 16 -r {ROUNDS} -o json"
-    output = subprocess.run(command.split(), stdout=subprocess.PIPE, check=True).stdout
-    blocks = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
-    seconds = [1 / speed for speed in json.loads(output)[0]["samples_ts"]]
-    return {"seconds": spread(seconds), "bytes_read": 512 * blocks // (16 * ROUNDS)}
-
-
 PARTS = {
     "make": make_models,
     "passes": measure_passes,
-    "decode": measure_decoding,
     "accelerate": measure_accelerate,
-    "llamacpp": measure_llamacpp,
 }
 
 if __name__ == "__main__":

@@ -60,23 +60,18 @@ def encode_group(
     emit.store(builder.fmul(sum_of_group, FLOAT(factor)), total, align=4)
 
 
-@emitted()
-def round_to_bfloat16(emit: Emitter, source: Any, numbers: Any) -> None:
-    """Round 16 float32 numbers to bfloat16, ties to even."""
-    emit.store(emit.bfloats(emit.load(source, FLOATS)), numbers)
-
-
-@emitted()
-def copy_vector(emit: Emitter, source: Any, target: Any) -> None:
-    """Copy 16 float32 numbers."""
-    emit.store(emit.load(source, FLOATS), target)
+@emitted(literals=1)
+def store_numbers(emit: Emitter, source: Any, numbers: Any, as_bfloat16: int) -> None:
+    """Copy 16 float32 numbers, as they are or rounded to bfloat16."""
+    value = emit.load(source, FLOATS)
+    emit.store(emit.bfloats(value) if as_bfloat16 else value, numbers)
 
 
 @functools.cache
 def encoder(number: int, encoding: int) -> Any:
     """A compiled function that stores rows of float32 as the products of a format read them."""
     group = FORMATS[number].group
-    as_floats = int(encoding == ENCODE_WHOLE_FLOATS)
+    as_floats, as_bfloat16 = int(encoding == ENCODE_WHOLE_FLOATS), int(encoding == ENCODE_BFLOAT16)
     number_bytes = NUMBER_BYTES[encoding]
 
     @cfunc(types.void(*[types.int64] * 6), cache=True, error_model="numpy")
@@ -96,11 +91,8 @@ def encoder(number: int, encoding: int) -> Any:
                         number,
                         as_floats,
                     )
-            elif encoding == ENCODE_BFLOAT16:
-                for first in range(0, inputs, LANES):
-                    round_to_bfloat16(source + 4 * first, target + 2 * first)
             else:
                 for first in range(0, inputs, LANES):
-                    copy_vector(source + 4 * first, target + 4 * first)
+                    store_numbers(source + 4 * first, target + number_bytes * first, as_bfloat16)
 
     return encode

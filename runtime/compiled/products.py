@@ -20,7 +20,6 @@ from sequoia_plan.runtime.compiled.vectors import (
     BYTE,
     FLOAT,
     FLOATS,
-    HAS_BFLOAT16_PRODUCTS,
     HAS_INTEGER_PRODUCTS,
     LANES,
     WORD,
@@ -59,8 +58,7 @@ class Format:
         """How this processor stores the rows that are multiplied by it (an `ENCODE_` number)."""
         if self.group:
             return ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS
-        is_pair = self.scale == "bfloat16" and HAS_BFLOAT16_PRODUCTS
-        return ENCODE_BFLOAT16 if is_pair else ENCODE_FLOATS
+        return ENCODE_BFLOAT16 if self.scale == "bfloat16" else ENCODE_FLOATS
 
     def step(self, encoding: int) -> int:
         """Inputs that the weights of a tile are stored for side by side."""

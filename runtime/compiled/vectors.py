@@ -144,14 +144,10 @@ class Emitter:
             yield loop.index
 
     def floats(self, address: ir.Value, kind: str) -> ir.Value:
-        """16 numbers of a kind ("float32", "float16" or "bfloat16") as float32."""
+        """16 numbers of a kind ("float32" or "float16") as float32."""
         if kind == "float32":
             return self.load(address, FLOATS)
-        if kind == "float16":
-            return self.builder.fpext(self.load(address, ir.VectorType(HALF, LANES)), FLOATS)
-        bits = self.builder.zext(self.load(address, ir.VectorType(HALF_WORD, LANES)), WORDS)
-        bits = self.builder.shl(bits, ir.Constant(WORDS, [16] * LANES))
-        return self.builder.bitcast(bits, FLOATS)
+        return self.builder.fpext(self.load(address, ir.VectorType(HALF, LANES)), FLOATS)
 
 
 def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]], Any]:

@@ -57,10 +57,9 @@ def attend_shared_heads(
     def attend_by_tensor_operations() -> Tensor:
         """What this function returns, for one sequence or one token of each."""
         if tokens == 1 or not query.is_cuda:  # heads become rows (tokens) of the shared head
-            group = query.shape[1] // key_heads
-            rows = query.unflatten(1, (key_heads, group)).flatten(2, 3)
-            masks = mask if tokens == 1 else mask.repeat(1, 1, group, 1)
-            attended = _attend(rows, key, value, masks, scale).unflatten(2, (group, tokens))
+            rows = query.unflatten(1, (key_heads, -1)).flatten(2, 3)
+            masks = mask if tokens == 1 else mask.repeat(1, 1, rows.shape[2] // tokens, 1)
+            attended = _attend(rows, key, value, masks, scale).unflatten(2, (-1, tokens))
             return attended.flatten(1, 2).transpose(1, 2).contiguous()
         # shared heads become the batch dimension
         queries = query.squeeze(0).unflatten(0, (key_heads, -1))

@@ -12,12 +12,10 @@ from sequoia_plan.runtime.compiled.encoding import encoder
 from sequoia_plan.runtime.compiled.gguf_blocks import BLOCK_BYTES, read_blocks
 from sequoia_plan.runtime.compiled.packing import Arena, Blocks, aligned_zeros, in_8_bits, pack
 from sequoia_plan.runtime.compiled.products import (
-    ENCODE_FLOATS,
     ENCODE_INTEGERS,
     ENCODE_WHOLE_FLOATS,
     FORMAT_NAMES,
     FORMATS,
-    HAS_BFLOAT16_PRODUCTS,
     HAS_INTEGER_PRODUCTS,
     multiplier,
 )
@@ -47,7 +45,7 @@ def random_tensor(name, rng, outputs=OUTPUTS):
 def encodings(name):
     """The processor's own way, and the portable one."""
     own = FORMATS[FORMAT_NAMES.index(name)].encoding
-    return {own, ENCODE_WHOLE_FLOATS if name in BLOCK_BYTES else ENCODE_FLOATS}
+    return {own, ENCODE_WHOLE_FLOATS} if name in BLOCK_BYTES else {own}
 
 
 def products(matrix, rows):
@@ -102,8 +100,7 @@ def test_products_are_exact_and_the_same_beside_other_rows(name):
         group = FORMATS[matrix.format].group
         read = rounded(rows, 16).reshape(rows.shape) if group else rows.astype(np.float64)
         expected = read @ weights.astype(np.float64).T
-        is_bfloat16 = name == "BF16" and encoding != ENCODE_FLOATS
-        bound = 1e-2 if is_bfloat16 else 3e-6
+        bound = 1e-2 if name == "BF16" else 3e-6
         sizes = np.abs(read) @ np.abs(weights.astype(np.float64)).T
         assert (np.abs(all_rows[:, :OUTPUTS] - expected) / sizes).max() < bound
         assert not all_rows[:, OUTPUTS:].any()
@@ -142,4 +139,3 @@ def test_a_matrix_in_8_bits_is_off_by_half_a_step():
 def test_the_processor_decides_what_is_compared():
     """Where it has no products of integers, the portable ones are the only ones."""
     assert (encodings("Q8_0") == {ENCODE_INTEGERS, ENCODE_WHOLE_FLOATS}) == HAS_INTEGER_PRODUCTS
-    assert (len(encodings("BF16")) == 2) == HAS_BFLOAT16_PRODUCTS
