@@ -23,7 +23,6 @@ from sequoia_plan.engines.timing import StepTimes
 from sequoia_plan.engines.workload import Workload
 
 WATCH_SECONDS = 10
-TIMED_PROMPTS = 3
 
 
 def diagnose_server(
@@ -73,7 +72,7 @@ def diagnose_llama_server(
     acceptance = acceptance_of(recorded, f"{len(prompts)} prompts")
     length = len(acceptance.accepted)
     report_status("timing steps")
-    rooms = product(prompts[:TIMED_PROMPTS], range(length + 1))
+    rooms = product(prompts[:3], range(length + 1))
     short = (server.generate(prompt, room + 2, True) for prompt, room in rooms)
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for step in filter(lambda step: step.is_single, chain(*recorded, *short)):

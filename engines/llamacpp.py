@@ -40,18 +40,9 @@ from sequoia_plan.engines.spec_types import (
 from sequoia_plan.engines.timing import StepTimes, step_seconds
 from sequoia_plan.engines.workload import EngineRun, RunKind, text_before
 
-SERVER_CONTEXT = 4096
-"""Size of a server's context, at least, unless --server-args sets it."""
-ROOM = 512
-"""Room in a server's context beyond the largest prompt and its tokens: chains that are recorded
-are longer, and a text to time lookups in, too."""
-EXTRA_LENGTH = 4
-"""Tokens of a recorded chain beyond the longest one that is planned."""
 NEVER = 1.01
 """A threshold that no token reaches: the draft makes one pass and proposes nothing."""
 TIMING_ROUNDS = 3
-SHORT_CHAINS = 4
-"""Chains that show the time of a pass of the draft."""
 PLAIN_TOKENS = 20
 """Tokens of a request that times steps without speculation."""
 TIMED_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33)
@@ -87,7 +78,8 @@ class LlamaCppPool(EnginePool):
         """Starts a server."""
         self.report_status("starting llama-server")
         self.version = self.build.version
-        size = max(SERVER_CONTEXT, self.max_context + self.workload.tokens + ROOM)
+        # room for chains that are recorded, and for a text to time lookups in
+        size = max(4096, self.max_context + self.workload.tokens + 512)
         options = [
             *("-m", self.target, "-np", "1", "-c", str(size), "--offline"),
             *flags(key, self.draft_type, self.draft),
@@ -135,7 +127,7 @@ class LlamaCppPool(EnginePool):
 
         Of lookups before a draft, those before the best chain are predicted.
         """
-        recording = Drafting(max_length + EXTRA_LENGTH)
+        recording = Drafting(max_length + 4)
         self.logged |= {recording, Drafting(recording.length, NEVER)}
         times = self._time(context, recording)
         texts, recorded = self.record(context, recording)
@@ -270,7 +262,7 @@ class LlamaCppPool(EnginePool):
         in_passes = [
             (step.seconds - idle.seconds - times.target_pass(n + 1) + times.target_pass(1))
             / (1 if is_block else longest + 1 if drafts_all else n)
-            for n, step in enumerate(timed[:SHORT_CHAINS], 1)
+            for n, step in enumerate(timed[:4], 1)
         ]
         one_pass = max(float(np.median(in_passes)), 0.0)
         steps = (

@@ -59,11 +59,6 @@ class Drafting(Artifact, frozen=True, order=True):
     """Types of llama.cpp that run as they are by default, before the draft if there is one."""
 
     @property
-    def longest(self) -> int:
-        """Most tokens that a step drafts."""
-        return max(self.length, self.lookup_length)
-
-    @property
     def is_chain(self) -> bool:
         """Whether the draft alone drafts."""
         return self.length > 0 and not self.lookup_size and not self.types
@@ -79,14 +74,11 @@ NONE = Drafting()
 
 
 class MeasuredCell(Artifact, frozen=True):
-    """What an engine achieved on prompts not used before: the median over runs, and their ends."""
+    """What an engine achieved on prompts not used before: the median over runs."""
 
     throughput: float
-    low: float
-    high: float
     tokens_per_step: float
     seconds: float
-    runs: int
 
 
 class Cell(Artifact, frozen=True):

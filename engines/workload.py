@@ -75,11 +75,8 @@ def measured_cell(runs: Sequence[EngineRun] | None, batch: int) -> MeasuredCell 
     num_steps = sum(run.steps for run in runs)
     return MeasuredCell(
         float(np.median(throughputs)),
-        min(throughputs),
-        max(throughputs),
         sum(run.tokens for run in runs) / (num_steps * batch),
         float(np.median([run.seconds / run.steps for run in runs])),
-        len(runs),
     )
 
 

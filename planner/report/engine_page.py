@@ -41,6 +41,7 @@ def _plots(plan: EnginePlan) -> Iterator[Plot]:
         for batch in part.batches:
             cells = [cell for cell in part.cells_at(batch) if cell.drafting.is_chain]
             best = part.best_cell(batch)
+            length = best.drafting.length or best.drafting.lookup_length
             curves = {
                 "predicted": [(cell.speculative_tokens, cell.throughput) for cell in cells],
                 "then measured": [
@@ -48,7 +49,9 @@ def _plots(plan: EnginePlan) -> Iterator[Plot]:
                     for cell in cells
                     if cell.measured
                 ],
-                f"best: {best.drafting}": [(best.drafting.longest, best.throughput)],
+                f"best: {best.drafting}": [
+                    (best.drafting.length or best.drafting.lookup_length, best.throughput)
+                ],
             }
             caption = kind_of_request(part, batch).capitalize()
             yield partial(draw_curves, curves, "tokens/s by the chain's length"), caption, HEIGHT
