@@ -136,7 +136,7 @@ def values(parameter, rng):
 
 def command_of(words):
     command = main.commands[words[0]]
-    return command.commands[words[1]] if isinstance(command, click.Group) else command
+    return getattr(command, "commands", {}).get(words[1], command)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -159,8 +159,8 @@ WITHOUT_EFFECT = {
     ("tokens", "objective"),  # it is the default there
 }
 """Options that change nothing here, and may."""
-NEED_MODELS = {"generate", "bench", "profile", "llamacpp", "ngram", "vllm"}
-"""Ways that end before they use all options."""
+NEED_MODELS = {"generate", "bench", "profile", "llamacpp", "vllm", "url"}
+"""Ways that end before they use all options, for want of a model or a server."""
 
 
 def effective(parameter):
