@@ -156,7 +156,7 @@ def why_not(draft: Any) -> str:
     """Why PyTorch runs a draft; "" if it can be compiled."""
     config = draft.config
     if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT:
-        return f"{type(draft).__name__} with heads of {config.head_dim} numbers"
+        return f"it is a {type(draft).__name__}, or its heads are no multiple of {UNIT} numbers"
     if draft.window is not None or any(
         p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()
     ):
