@@ -49,9 +49,7 @@ def _plots(plan: EnginePlan) -> Iterator[Plot]:
                     for cell in cells
                     if cell.measured
                 ],
-                f"best: {best.drafting}": [
-                    (best.drafting.length or best.drafting.lookup_length, best.throughput)
-                ],
+                f"best: {best.drafting}": [(length, best.throughput)],
             }
             caption = kind_of_request(part, batch).capitalize()
             yield partial(draw_curves, curves, "tokens/s by the chain's length"), caption, HEIGHT
