@@ -20,7 +20,7 @@ MAX_NODES_DRAWN = 40
 
 
 def print_summary(tree: TokenTree) -> None:
-    """Print the shape of a tree, its plan, the best node to add, and a small drawing."""
+    """Print the shape of a tree, its plan, and a small drawing."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -30,7 +30,6 @@ def print_summary(tree: TokenTree) -> None:
         *describe_prediction(plan),
         *_describe_details(plan),
         *describe_by_match(tree),
-        *_describe_best_addition(tree),
     ]
     for role, model in plan.models.items():
         dtype = f" ({model['dtype']})" if model.get("dtype") else ""
@@ -140,22 +139,6 @@ def _in_parentheses(ends: tuple[float, float] | None) -> str:
 def _low_to_high(ends: tuple[float, float], unit: str = "") -> str:
     """The ends of an interval, as "1.20x to 1.40x"."""
     return f"{ends[0]:.2f}{unit} to {ends[1]:.2f}{unit}"
-
-
-def _describe_best_addition(tree: TokenTree) -> Iterator[str]:
-    """Yields a line about the further node, within the plan's limits, that adds the most tokens."""
-    from sequoia_plan.planner.solving.certificate import best_addition
-
-    plan = tree.plan
-    if not plan.acceptance or tree.by_match:
-        return
-    rows = plan.acceptance.at_depth(max(plan.depth or 0, tree.depth), plan.branching)
-    addition = best_addition(tree, rows) if rows.shape[2] >= tree.branching else None
-    if addition:
-        parent, rank, value = addition
-        level = tree.position_ids[parent] + 1
-        text = f"child {rank} of node {parent}, on level {level}: +{value:.4f}"
-        yield _line("the next node", text)
 
 
 def _drawing(tree: TokenTree, acceptance: Acceptance | None) -> tuple[Tree, int]:
