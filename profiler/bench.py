@@ -53,7 +53,7 @@ def make_methods(
     If `only` is empty, these are all methods that the draft and `trees` (tree and verifier by name)
     allow. If greedy, all verifiers accept alike, so one of those with our tree is then taken.
     """
-    redundant = {"top-k", "traversal"} if sampling.greedy else set()
+    redundant = {"traversal"} if sampling.greedy else set()
     chosen, draft = set(only) or TITLES.keys() - redundant, transformers_pair.draft
     options: dict[str, dict[str, Any]] = {
         "generate": {},

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 from paths import ROOT
 
-from sequoia_plan.artifacts import Acceptance, Latency, Profile, load_tree, save_tree
+from sequoia_plan.artifacts import EAGLE_DRAFT, Acceptance, Latency, Profile, load_tree, save_tree
 from sequoia_plan.planner.cli import main
 
 PAGES = [page for name in (".", "docs", "examples") for page in sorted((ROOT / name).glob("*.md"))]
 COMMANDS = ("sequoia-plan ", "python -m ", "python benchmarks/", "python tools/", "make ")
 """How the commands in code blocks begin."""
-MODELS = "--target|--draft|--offload|--metrics|--format (draft|target)"
+MODELS = "moe|hybrid|--target|--draft|--offload|--metrics|--format (draft|target)"
 NOT_RUN = re.compile(
     rf"sequoia-plan (profile|bench|diagnose|doctor|solve (own|streamed)\.yaml|.*({MODELS}))"
 )
@@ -240,9 +240,9 @@ def test_quick_commands_run(page, folder):
 
 
 WITH_SNIPPETS = [
-    page for page in PAGES if snippets(page.read_text()) and page.name != "own-models.md"
+    page for page in PAGES if snippets(page.read_text()) and "models.md" not in page.name
 ]
-"""tests/runtime/test_own_models.py runs own-models.md."""
+"""tests/runtime/test_own_models.py runs own-models.md, and the test below this one models.md."""
 
 
 @pytest.mark.slow
@@ -254,3 +254,16 @@ def test_snippets_run(page, folder, pair, monkeypatch, capsys):
     for snippet in snippets(page.read_text()):
         exec(snippet, names)
         assert capsys.readouterr().out.strip(), snippet  # every snippet shows something
+
+
+@pytest.mark.slow
+def test_tiny_models_from_end_to_end(tmp_path, monkeypatch, run_briefly):
+    """The last section of docs/models.md, with brief measurements."""
+    monkeypatch.chdir(tmp_path)
+    _, _, text = (ROOT / "docs" / "models.md").read_text().partition("\n## From end to end")
+    exec(snippets(text)[0], {})
+    brief = {"profile": ["--tokens", "8", "--precision", "40%"], "bench": ["--limit", "2"]}
+    for (_, command, *options), _ in sessions(text):
+        run_briefly(command, *options, *brief.get(command, []))
+    assert Profile.load("moe.yaml").drafting == EAGLE_DRAFT
+    assert load_tree("hybrid.safetensors").plan.branching == 1

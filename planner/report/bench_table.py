@@ -4,8 +4,8 @@ from sequoia_plan.artifacts import BenchResult
 from sequoia_plan.artifacts.bench_result import KindResult, MethodResult, Prediction, Ratio
 from sequoia_plan.planner.report.tables import Table, print_table
 
-TREE_METHODS = {"sequoia": "sequoia", "traversal": "traversal", "top-k": "topk"}
-"""Methods that decode with the tree under test -> the verifier of each."""
+TREE_METHODS = ("sequoia", "traversal")
+"""Methods that decode with the tree under test: the names of their verifiers."""
 
 NEUTRAL_SETTINGS = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Values that switch a filter off; settings with these values are not printed."""
@@ -31,7 +31,7 @@ def finding(result: BenchResult) -> str:
     faster_sentence, is_certain = _faster_method(result, best if speedup.median > 1 else "plain")
     predicted = f"; predicted {_promise_text(prediction)}" if prediction.speedup else ""
     text = (
-        f"{shape}, verified with {TREE_METHODS[best]}: {speedup.median:.2f} times the speed of "
+        f"{shape}, verified with {best}: {speedup.median:.2f} times the speed of "
         f"plain decoding at {sampling_text(result)} (95 % interval {_ends(speedup)}{predicted})."
     )
     if speedup.interval_high < 1:

@@ -104,10 +104,10 @@ def _describe_details(plan: Plan) -> Iterator[str]:
 def describe_by_match(tree: TokenTree) -> Iterator[str]:
     """Yields a line for each class of match: its share of steps and its tree.
 
-    The match of a text is its longest suffix that occurs earlier in it. It yields nothing for a
-    single tree without prompt lookup.
+    The match of a text is its longest suffix that occurs earlier in it. It yields nothing where
+    all classes have one tree.
     """
-    for part in tree.plan.by_match:
+    for part in tree.plan.by_match if tree.by_match else ():
         class_tree = tree.for_match(part.match_length)
         source = "drafted"
         if class_tree.looks_up:

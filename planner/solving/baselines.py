@@ -29,21 +29,14 @@ TreeAndVerifier = tuple[TokenTree, str]
 def bench_trees(tree: TokenTree, verifier: str) -> dict[str, TreeAndVerifier]:
     """Return the trees that bench decodes with, by the name of the method.
 
-    They are `tree` itself, plain decoding (a tree of one node), and baselines with no more nodes
-    and levels than `tree`. A tree with others by match is also taken without these.
+    They are `tree` itself, plain decoding (a tree of one node), and a chain as deep as `tree`. A
+    tree with others by match is also taken without these.
     """
     trees: dict[str, TreeAndVerifier] = {"plain": (TokenTree.chain(1), verifier)}
-    alone = TokenTree(tree.parents, tree.plan)
-    ours = {"sequoia": (tree, "sequoia"), "traversal": (tree, "traversal")}
     if tree.by_match:
-        trees |= {"tree": (alone, verifier), **ours}
+        trees["tree"] = TokenTree(tree.parents, tree.plan), verifier
     if tree.size > 1:
-        num_chains = max(1, (tree.size - 1) // (tree.depth - 1))
-        trees |= {
-            "chain": (chains(tree.size, tree.depth, 1), verifier),
-            "chains": (chains(tree.size, tree.depth, num_chains), "specinfer"),
-            "k-ary": (complete(tree.size, tree.depth, 2), verifier),
-            "top-k": (alone, "topk"),
-            **ours,
-        }
+        trees["chain"] = TokenTree.chain(tree.depth), verifier
+    if len(trees) > 1:
+        trees |= {"sequoia": (tree, "sequoia"), "traversal": (tree, "traversal")}
     return trees

@@ -91,7 +91,7 @@ def texts(models, monkeypatch):
 def test_greedy_methods_say_the_same(models, texts):
     """Ours, and transformers' ways: the same tokens, counted the same way."""
     methods = make_methods(models, models, TREES, Sampling(), 24)
-    same_as_sequoia = ("top-k", "tree", "traversal")  # when greedy, and without trees by match
+    same_as_sequoia = ("tree", "traversal")  # when greedy, and without trees by match
     assert list(methods) == [name for name in TITLES if name not in same_as_sequoia]
     runs, said = {}, []
     for name, decode in methods.items():
@@ -177,7 +177,7 @@ def test_names_and_trees_of_methods(models):
     assert all(tree.size <= TREE.size and tree.depth <= TREE.depth for tree, _ in TREES.values())
     by_match = TokenTree(TREE.parents, by_match={2: TokenTree(TREE.parents, looks_up=True)})
     trees = bench_trees(by_match, "traversal")
-    assert trees["tree"][0] == trees["top-k"][0] == TREE  # without those that look up
+    assert trees["tree"][0] == TREE  # without those that look up
     assert trees["sequoia"][0] == trees["traversal"][0] == by_match
 
 
@@ -206,9 +206,7 @@ WARM = {"temperature": 0.6, "top_p": 0.9, "verifier": "sequoia"}
         ("sequoia", {}, None, True),
         ("traversal", {"temperature": 0.6, "verifier": "traversal"}, None, True),
         ("sequoia", {"temperature": 0.6, "verifier": "traversal"}, None, False),  # yields less
-        ("chains", {"temperature": 0.0, "verifier": "traversal"}, None, True),
-        ("chains", {}, None, False),
-        ("top-k", {}, None, False),
+        ("chain", {"temperature": 0.0, "verifier": "traversal"}, None, True),
         ("sequoia", WARM, WARM | {"top_k": 0, "verifier": "traversal"}, True),
         ("sequoia", WARM, {"temperature": 0.6, "top_p": 1.0}, False),
     ],
@@ -218,7 +216,7 @@ def test_predictions_are_the_plans(method, settings, sampling, is_predicted):
     prediction = prediction_for(*TREES[method], plan, sampling)
     if not is_predicted:
         assert prediction == Prediction()
-    elif method == "chains":
+    elif method == "chain":
         assert prediction.tokens_per_step > 1
     else:
         assert prediction.tokens_per_step == expected_tokens(

@@ -11,12 +11,11 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from drafts import assert_close, logits_of_tree, started
-from sequoia_plan.artifacts import EAGLE_DRAFT, Profile, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.mtp import load_mtp
 from sequoia_plan.runtime.models.loading import load_whole
-from sequoia_plan.runtime.models.pretrained import load_model
 
 pytestmark = pytest.mark.slow
 
@@ -94,17 +93,3 @@ def test_a_checkpoint_without_its_head_is_one_line(name, tmp_path):
     with pytest.raises(SequoiaPlanError, match=message) as error:
         load_mtp(load_whole(tmp_path, torch.float32))
     assert "draft mtp: " in str(error.value) and "\n" not in str(error.value)
-
-
-def test_profile_solve_bench(run_briefly, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = load_model(None, "cpu", torch.float32)[1]
-    checkpoint(tmp_path / "glm", "GLM-4-MoE", vocab_size=len(tokenizer))
-    tokenizer.save_pretrained("glm")
-    models = ("--target", "glm", "--draft", "mtp")
-    run_briefly("profile", *models, "--tokens", "8", "--precision", "40%", "--temperature", "1")
-    profile = Profile.load("profile.yaml")
-    assert profile.drafting == EAGLE_DRAFT
-    assert profile.models["draft"]["name"] == "mtp"
-    run_briefly("solve", "--depth", "3", "--objective", "tokens", "--budget", "6")
-    run_briefly("bench", *models, "--tree", "tree.safetensors", "--limit", "2", "--tokens", "8")
