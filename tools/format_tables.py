@@ -36,7 +36,8 @@ def with_tables(text: str) -> str:
     types = [*FILES.values(), LevelCounts]
     _, structs = msgspec.json.schema_components(types, schema_hook=_custom_schema)
     for cls in _subclasses(Artifact):
-        structs.get(cls.__name__, {})["meanings"] = field_meanings(cls)
+        if cls.__module__.startswith(Artifact.__module__.rpartition(".")[0]):  # engines have others
+            structs.get(cls.__name__, {})["meanings"] = field_meanings(cls)
     tables = {name: "\n".join(_rows(cls.__name__, structs)) for name, cls in FILES.items()}
     return TABLE.sub(
         lambda match: f"<!-- table {match[1]} -->\n{HEADER}{tables[match[1]]}\n<!-- end -->", text
