@@ -93,9 +93,12 @@ def slow_disk(monkeypatch):
 @pytest.fixture
 def run_briefly(monkeypatch):
     """A function that runs a command with brief measurements, and returns its output."""
+    from importlib import import_module
+
     from commands import succeed
 
     monkeypatch.setattr("sequoia_plan.profiler.latency.SIZES", (1, 2, 4))
     monkeypatch.setattr("sequoia_plan.planner.cli.profiling.LATENCY_SECONDS", 0)
+    monkeypatch.setattr(import_module("sequoia_plan.profiler.measure"), "MIN_PROMPTS", 1)
 
     return lambda *words: succeed(*words).output
