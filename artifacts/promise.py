@@ -17,7 +17,8 @@ MIN_KINDS = 4
 RESAMPLES = 2_000
 """Samples that are drawn for an interval."""
 MIN_PROMPTS = 8
-"""Prompts of a kind with fewer are taken to differ as those of all kinds do from their kinds."""
+"""Fewer prompts say too little of how they differ: those of a kind with fewer are taken to differ
+as those of all kinds do from their kinds."""
 Values = Mapping[str, Sequence[float]]
 """Predicted for each profiled prompt, by kind: its speed-up, or its tokens a step."""
 Ends = tuple[float, float]
@@ -74,7 +75,7 @@ def weighted_median(values: Floats, weights: Floats) -> Floats:
     order = np.argsort(values, -1)
     shares = np.cumsum(weights[order], -1) / weights.sum()
     places = np.stack([(shares < half).sum(-1) for half in (0.5 - 1e-9, 0.5 + 1e-9)], -1)
-    result: Floats = np.take_along_axis(np.sort(values, -1), places, -1).mean(-1)
+    result: Floats = np.take_along_axis(np.take_along_axis(values, order, -1), places, -1).mean(-1)
     return result
 
 

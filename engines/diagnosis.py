@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from sequoia_plan.artifacts.counts import ALL_KINDS
 from sequoia_plan.engines.chain_replay import DraftedText, ReplayModel
 from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
 from sequoia_plan.engines.planning import FREE, best_of_each
@@ -59,7 +60,7 @@ def tokens_by_kind(
     """Mean tokens of the steps of each kind of prompt."""
     tokens: defaultdict[str, list[int]] = defaultdict(list)
     for kind, steps in zip(kinds, model.replays[drafting], strict=True):
-        tokens[kind or "all"] += [step.tokens for step in steps]
+        tokens[kind or ALL_KINDS] += [step.tokens for step in steps]
     return {kind: sum(each) / len(each) for kind, each in tokens.items() if each}
 
 

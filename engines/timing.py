@@ -12,9 +12,6 @@ from sequoia_plan.artifacts.uncertainty import median_with_error
 from sequoia_plan.engines.plan import StepSeconds
 from sequoia_plan.engines.workload import EngineRun, RunKind
 
-NEVER = 1.01
-"""A threshold that no token reaches: the draft makes one pass and proposes nothing."""
-
 
 @dataclass(frozen=True)
 class StepTimes:

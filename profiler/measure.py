@@ -8,18 +8,14 @@ import torch
 
 from sequoia_plan.artifacts import Acceptance, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import max_expected_tokens
+from sequoia_plan.artifacts.promise import MIN_PROMPTS
 from sequoia_plan.artifacts.prompts import Prompt
 from sequoia_plan.profiler.forced import ForcedAcceptance, uses_traversal
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.profiler.latency import SIZES, LatencyMeter
 from sequoia_plan.profiler.lookup_counts import lookup_counts
-from sequoia_plan.profiler.observed import (
-    MIN_PROMPTS,
-    ObservedAcceptance,
-    collect,
-    named_kinds,
-)
+from sequoia_plan.profiler.observed import ObservedAcceptance, collect, named_kinds
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.profiler.timing import CONTEXT
 from sequoia_plan.runtime import Pair, Sampling

@@ -9,6 +9,7 @@ import numpy as np
 from sequoia_plan.artifacts import Counts, TokenTree
 from sequoia_plan.artifacts.counts import ALL_KINDS, MAX_KINDS, ClassCounts, Floats, Ints
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
+from sequoia_plan.artifacts.promise import MIN_PROMPTS
 from sequoia_plan.artifacts.uncertainty import Z95, jackknife_error
 
 LEVELS = 4
@@ -18,8 +19,6 @@ MAX_LEVELS = 12
 TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 """The tree that writes the text, unless another one is given. The precision of a measurement is
 that of the expected tokens of the tree that writes."""
-MIN_PROMPTS = 8
-"""Prompts that a standard error needs at least: fewer say nothing about how prompts differ."""
 
 
 @dataclass(frozen=True)

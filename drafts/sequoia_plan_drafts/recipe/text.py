@@ -73,7 +73,7 @@ def write_text(model: Any, tokenizer: Any, recipe: TextRecipe, output: Path) -> 
     num_layers = model.config.num_hidden_layers
     if wrong := [layer for layer in hidden_states if not 0 <= layer <= num_layers]:
         raise ArgumentError(
-            f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers - 1}"
+            f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers}"
         )
     output.mkdir(parents=True, exist_ok=True)
     rng = random.Random(recipe.seed)
