@@ -34,7 +34,11 @@ class LanguageModelDrafter(Drafter):
     drafting: Drafting = LANGUAGE_MODEL
 
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
-        self.model = TreeModel(model, probe(model), vocabulary)
+        try:
+            layout = probe(model)
+        except SequoiaPlanError as error:
+            raise SequoiaPlanError(f"draft: {error}") from error
+        self.model = TreeModel(model, layout, vocabulary)
         self.vocabulary, self.d2t = vocabulary, d2t
         if self.model.recurrent_modules:
             raise SequoiaPlanError(

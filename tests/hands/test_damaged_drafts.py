@@ -39,8 +39,9 @@ def file_parts(tmp_path):
     config = LlamaConfig(**layer_settings(TARGET))
     draft = build_draft(config, TARGET.get_input_embeddings(), torch.arange(0, 48, 3))
     torch.manual_seed(0)
-    for weight in (*draft.model.layers.parameters(), *draft.lm_head.parameters()):
-        torch.nn.init.normal_(weight, std=0.3)
+    for module in (draft.model.layers, draft.model.norm, draft.lm_head):
+        for weight in module.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
     save_draft(draft, tmp_path / "whole.safetensors", {})
     with safe_open(tmp_path / "whole.safetensors", framework="pt") as file:
         header = json.loads(file.metadata()["sequoia_plan"])
@@ -140,7 +141,7 @@ def test_damaged_bytes(parts, seed, tmp_path):
             data[chance.randrange(min(len(data), 3000))] = chance.randrange(256)
         path.write_bytes(data)
         message = error_of(str(path if write_draft is write_file else folder))
-        is_of_the_file = "a-draft" in message or "draft: logits that are not finite" in message
+        is_of_the_file = "a-draft" in message or message.startswith("draft: ")
         assert message == "" or is_of_the_file
 
 
