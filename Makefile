@@ -3,6 +3,8 @@
 # make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
 # make llamacpp: builds llama.cpp (6 minutes on two cores) and runs the tests that need it; not part of make test either.
+# make results: measures the figures of README.md and docs/results.md on this machine (more than an hour), and writes
+# them there; make quick-results: the same tables in build/quick, of few prompts (ten minutes).
 # make docs: builds the documentation site in build/site.
 # make kernels: compiles every kernel with the Tritons of the supported versions of PyTorch (downloads 1 GB).
 PYTHON ?= python3
@@ -16,7 +18,7 @@ CONVERT := PYTHONPATH=$(LLAMACPP_SOURCE)/gguf-py:$(LLAMACPP)/python $(BIN)/pytho
 
 TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
 
-.PHONY: demo test quick check size docs engines llamacpp kernels clean
+.PHONY: demo test quick check size results quick-results docs engines llamacpp kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -47,6 +49,12 @@ check: $(VENV)/ready
 
 size:
 	$(PYTHON) tools/size.py
+
+results: $(VENV)/ready
+	$(BIN)/python benchmarks/results.py
+
+quick-results: $(VENV)/ready
+	$(BIN)/python benchmarks/results.py --quick
 
 docs: $(VENV)/docs
 	mkdir -p build/reference

@@ -18,10 +18,7 @@ from sequoia_plan.artifacts.tree import TokenTree
 
 MAX_NODES = 4096
 """These formats grow with the square of the size, and engines take some hundred nodes at most."""
-EXPECTED = (
-    'Medusa choices (a list of paths), an NxD token tree (an object with "0") or a growmap (an '
-    'object with "Successors")'
-)
+EXPECTED = 'an NxD token tree (an object with "0") or a growmap (an object with "Successors")'
 
 
 def export_tree(tree: TokenTree, path: str | Path, format_name: str) -> None:
@@ -45,47 +42,11 @@ def import_tree(path: str | Path) -> TokenTree:
 
 def parse(document: Any) -> TokenTree:
     """Read the tree in the JSON document of another engine."""
-    if isinstance(document, list):
-        return from_medusa(document)
     if isinstance(document, dict) and "Successors" in document:
         return from_growmap(document)
     if isinstance(document, dict) and "0" in document:
         return from_nxd(document)
     raise SequoiaPlanError(f"unknown layout; expected {EXPECTED}")
-
-
-def to_medusa(tree: TokenTree) -> list[list[int]]:
-    """Medusa choices: for each node but the root, the 0-based ranks on the path to it.
-
-    The nodes are in the order of the tree.
-    """
-    paths: list[list[int]] = [[]]
-    for parent, rank in zip(tree.parents[1:].tolist(), tree.ranks[1:].tolist(), strict=True):
-        paths.append([*paths[parent], rank - 1])
-    return paths[1:]
-
-
-def from_medusa(document: Any) -> TokenTree:
-    """The tree of Medusa choices: a list of paths, each of the 0-based ranks from the root on.
-
-    The paths may be in any order. Inner nodes need no path of their own, because TensorRT-LLM takes
-    the paths of leaves alone.
-    """
-    paths = _converted(document, list[list[int]], "Medusa choices")
-    parents, child_by_rank = [-1], dict[tuple[int, int], int]()  # by parent and rank
-    for path in sorted(paths):  # siblings are then found in their order
-        node = 0
-        for rank in path:
-            if (node, rank) not in child_by_rank:
-                if rank and (node, rank - 1) not in child_by_rank:
-                    raise SequoiaPlanError(
-                        f"Medusa choices: found the rank {rank} in {path!r:.60} without a sibling "
-                        f"of rank {rank - 1}, expected ranks from 0 without a gap"
-                    )
-                child_by_rank[node, rank] = len(parents)
-                parents.append(node)
-            node = child_by_rank[node, rank]
-    return TokenTree.from_parents(parents)
 
 
 def to_nxd(tree: TokenTree) -> dict[str, list[str]]:
@@ -163,7 +124,6 @@ def from_growmap(document: Mapping[str, Any]) -> TokenTree:
 
 
 FORMATS: dict[str, Callable[[TokenTree], Any]] = {
-    "medusa": to_medusa,
     "nxd": to_nxd,
     "growmap": to_growmap,
 }

@@ -37,6 +37,11 @@ class Profile(YamlArtifact, frozen=True):
     latency: Annotated[Latency | None, "without it, trees are solved for tokens, not for speed"] = (
         None
     )
+    longer: Annotated[
+        tuple[Latency, ...],
+        "latencies at longer contexts, in ascending order (`profile --context 256,4096`); `solve` "
+        "makes a tree for each",
+    ] = ()
     settings: Annotated[
         Metadata,
         "what acceptance was measured under: `temperature`, `top_p`, `verifier` and others",

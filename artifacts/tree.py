@@ -34,6 +34,8 @@ class TokenTree:
         by_match: the trees that take this tree's place where the text repeats itself, by the
             shortest match in tokens that each is for: the one with the largest such number that
             the match of the text reaches.
+        by_context: the trees, each with its own plan, that take this tree's place in long texts, by
+            the tokens of text from which each is for.
 
     Raises:
         SequoiaPlanError: if `parents` is not such an array, or `plan` holds what a plan cannot.
@@ -43,12 +45,15 @@ class TokenTree:
     plan: Plan = NO_PLAN
     looks_up: bool = False
     by_match: Mapping[int, TokenTree] = field(default_factory=dict)
+    by_context: Mapping[int, TokenTree] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the parents and copy them, and read the plan if it is a mapping."""
         parents = np.asarray(self.parents)
         _check_parents(parents, is_breadth_first=True)
-        object.__setattr__(self, "by_match", MappingProxyType(dict(sorted(self.by_match.items()))))
+        for name in ("by_match", "by_context"):
+            trees = dict(sorted(getattr(self, name).items()))
+            object.__setattr__(self, name, MappingProxyType(trees))
         object.__setattr__(self, "parents", _read_only_int32(parents))
         if not isinstance(self.plan, Plan):
             object.__setattr__(self, "plan", Plan.from_dict(self.plan, "plan"))
@@ -191,13 +196,22 @@ class TokenTree:
 
     @property
     def portfolio(self) -> dict[int, TokenTree]:
-        """All trees by the shortest match that each is for; 0 is this tree itself."""
+        """The trees by the shortest match that each is for; 0 is this tree itself."""
         return {0: self, **self.by_match}
+
+    @property
+    def all_trees(self) -> list[TokenTree]:
+        """The trees by match of this tree, and then of each tree by context."""
+        contexts = [self, *self.by_context.values()]
+        return [tree for context in contexts for tree in context.portfolio.values()]
+
+    def for_context(self, length: int) -> TokenTree:
+        """The tree for a text of so many tokens; it has trees by match of its own."""
+        return _last_reached({0: self, **self.by_context}, length)
 
     def for_match(self, match_length: int) -> TokenTree:
         """The tree for a text whose longest repeated suffix has so many tokens."""
-        trees = self.portfolio
-        return trees[max(shortest for shortest in trees if shortest <= match_length)]
+        return _last_reached(self.portfolio, match_length)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -205,14 +219,17 @@ class TokenTree:
             and np.array_equal(self.parents, other.parents)
             and self.looks_up == other.looks_up
             and self.by_match == other.by_match
+            and self.by_context == other.by_context
         )
 
     def __hash__(self) -> int:
-        return hash((self.parents.tobytes(), self.looks_up, tuple(self.by_match.items())))
+        others = *self.by_match.items(), *self.by_context.items()
+        return hash((self.parents.tobytes(), self.looks_up, others))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How a copy is made: a mapping that cannot be changed cannot be copied itself."""
-        return TokenTree, (self.parents, self.plan, self.looks_up, dict(self.by_match))
+        others = dict(self.by_match), dict(self.by_context)
+        return TokenTree, (self.parents, self.plan, self.looks_up, *others)
 
     def __str__(self) -> str:
         widths = " ".join(map(str, self.level_widths))
@@ -220,6 +237,11 @@ class TokenTree:
 
     def __repr__(self) -> str:
         return f"TokenTree({self})"
+
+
+def _last_reached(trees: Mapping[int, TokenTree], number: int) -> TokenTree:
+    """The tree with the largest key that is at most `number`."""
+    return trees[max(start for start in trees if start <= number)]
 
 
 def _check_parents(parents: NDArray[Any], is_breadth_first: bool = False) -> None:

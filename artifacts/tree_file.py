@@ -5,6 +5,7 @@ docs/format.md specifies the format.
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,12 +32,22 @@ MAX_NODES_WITH_MASK = 4096
 CATALOG = Path(__file__).parent / "catalog"
 
 
-class Header(Artifact, frozen=True):
-    """What a tree file holds beside its tensors."""
+Length = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class TreeHeader(Artifact, frozen=True):
+    """What a file holds of a tree and its trees by match, beside their tensors."""
 
     plan: Plan
-    by_match: tuple[tuple[Annotated[int, Meta(ge=1, lt=2**31)], bool], ...] = ()
+    by_match: tuple[tuple[Length, bool], ...] = ()
     """The match length of each tree beside the first, and whether its spine is looked up."""
+
+
+class Header(TreeHeader, frozen=True):
+    """What a tree file holds beside its tensors."""
+
+    by_context: tuple[tuple[Length, TreeHeader], ...] = ()
+    """Each tree by context, after the tokens of text from which it is for."""
 
 
 def save_tree(tree: TokenTree, path: str | Path) -> None:
@@ -77,10 +88,10 @@ def to_bytes(tree: TokenTree) -> bytes:
             "token tree: found a looked-up spine, expected a tree for texts without a match that "
             "has this one in `by_match`"
         )
-    header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "plan": tree.plan.to_dict()}
-    if tree.by_match:
-        header["version"] = PORTFOLIO_VERSION
-        header["by_match"] = [[length, t.looks_up] for length, t in tree.by_match.items()]
+    version = PORTFOLIO_VERSION if tree.by_match else VERSION
+    header = _header_of(tree) | {"format": FORMAT, "version": version}
+    if tree.by_context:
+        header["by_context"] = [[length, _header_of(t)] for length, t in tree.by_context.items()]
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return save_tensors(_all_tensors(tree), {METADATA_KEY: text})
 
@@ -96,11 +107,11 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     except (SafetensorError, OverflowError, KeyError) as error:
         raise SequoiaPlanError(f"{name}: damaged tree file ({error}); solve again") from error
     try:
-        by_match = {
-            length: TokenTree(_parents(tensors, f"by_match.{length}."), looks_up=looks_up)
-            for length, looks_up in header.by_match
+        by_context = {
+            length: _tree(part, tensors, f"by_context.{length}.")
+            for length, part in header.by_context
         }
-        tree = TokenTree(_parents(tensors, ""), header.plan, by_match=by_match)
+        tree = replace(_tree(header, tensors, ""), by_context=by_context)
         # all other tensors follow from the parents
         for key, derived in _all_tensors(tree).items():
             stored = tensors.get(key, derived[:0])
@@ -109,6 +120,23 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     except SequoiaPlanError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
     return tree
+
+
+def _header_of(tree: TokenTree) -> dict[str, Any]:
+    """What the header says of a tree and its trees by match."""
+    header: dict[str, Any] = {"plan": tree.plan.to_dict()}
+    if tree.by_match:
+        header["by_match"] = [[length, t.looks_up] for length, t in tree.by_match.items()]
+    return header
+
+
+def _tree(header: TreeHeader, tensors: dict[str, NDArray[Any]], prefix: str) -> TokenTree:
+    """The tree whose tensors' names begin with `prefix`, with its trees by match."""
+    by_match = {
+        length: TokenTree(_parents(tensors, f"{prefix}by_match.{length}."), looks_up=looks_up)
+        for length, looks_up in header.by_match
+    }
+    return TokenTree(_parents(tensors, prefix), header.plan, by_match=by_match)
 
 
 def _header(data: bytes, name: str) -> Header:
@@ -137,10 +165,12 @@ def _parents(tensors: dict[str, NDArray[Any]], prefix: str) -> NDArray[Any]:
 
 
 def _all_tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
-    """The tensors of the file by name: the tree's, and those of the trees in its `by_match`."""
+    """The tensors of the file by name: the tree's, and those of its trees by match and context."""
     tensors = _tensors(tree)
     for length, other in tree.by_match.items():
         tensors |= {f"by_match.{length}.{name}": t for name, t in _tensors(other).items()}
+    for length, other in tree.by_context.items():
+        tensors |= {f"by_context.{length}.{name}": t for name, t in _all_tensors(other).items()}
     return tensors
 
 

@@ -29,7 +29,7 @@ from sequoia_plan.profiler.timing import random_prompt
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
 
 CONTEXTS, TEXT_CONTEXTS = (256, 1024, 2048, 4096, 7168), (256, 4096)
-ROUNDS, TEXTS, TOKENS, GREEDY = 5, 2, 64, Sampling()
+TEXTS, TOKENS, GREEDY = 2, 64, Sampling()
 TREES = {
     "6": TokenTree.from_parents([-1, 0, 0, 1, 1, 2]),
     "2": TokenTree.chain(2),
@@ -38,7 +38,7 @@ TREES = {
 
 
 @torch.inference_mode()
-def step_figures(pair: Pair, decoders: dict[str, SequoiaDecoder]) -> dict[str, Any]:
+def step_figures(pair: Pair, decoders: dict[str, SequoiaDecoder], rounds: int) -> dict[str, Any]:
     """By context: seconds of a prompt, the cache's megabytes, and milliseconds of steps by tree."""
     steps, figures = {name: decoder.step for name, decoder in decoders.items()}, {}
     for context in CONTEXTS:
@@ -47,7 +47,7 @@ def step_figures(pair: Pair, decoders: dict[str, SequoiaDecoder]) -> dict[str, A
         seconds = time.perf_counter() - started
         samples = [
             {name: time_parts(s, s.extent(context - 1), GREEDY) for name, s in steps.items()}
-            for _ in range(ROUNDS + 1)
+            for _ in range(rounds + 1)
         ][1:]  # the first warms up
         cache: Any = steps["6"].sequence.target
         figures[str(context)] = {
@@ -109,14 +109,16 @@ def text_figures(pair: Pair, decoders: dict[str, SequoiaDecoder]) -> dict[str, A
 
 def main() -> None:
     """Measure, print and write the figures."""
-    options = new_parser(__doc__).parse_args()
+    parser = new_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     figures = {}
     for dtype in ("auto", "bfloat16"):
         pair = load_pair(dtype=dtype)
         decoder = SequoiaDecoder(pair.target, pair.draft, TREES["6"])
         decoders = {name: decoder.with_tree(tree) for name, tree in TREES.items()}
-        steps = step_figures(pair, decoders)
+        steps = step_figures(pair, decoders, options.rounds)
         figures[dtype] = {"steps": steps, "texts": text_figures(pair, decoders)}
     write_report(options.output, {"hardware": fingerprint("cpu"), "figures": figures})
 

@@ -56,7 +56,7 @@ def bench_at(run: Run, sampling: Sampling) -> dict[str, Any]:
         max_size=scale.max_size,
         precision=scale.precision,
         tokens_per_prompt=min(scale.tokens, 64),
-    )[0]
+    )
     tree = solve(profile, budget=BUDGET, depth=MAX_DEPTH).tree
     sampling = replace(sampling, verifier=tree.plan.settings["verifier"])
     result = compare(

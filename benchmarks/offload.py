@@ -162,9 +162,7 @@ def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[st
     add_plain("plain", pairs[drafts[0]])
     for draft, pair in pairs.items():
         wear_down()
-        (profile,) = measure(
-            pair, built_in(), sampling, options.latency_seconds, precision=PRECISION
-        )
+        profile = measure(pair, built_in(), sampling, options.latency_seconds, precision=PRECISION)
         trees[draft] = solve(profile, budget=BUDGET, depth=DEPTH).tree
         add(draft, sequoia_method(pair, trees[draft], sampling, tokens))
         metadata = pair.metadata["target"]

@@ -62,7 +62,7 @@ def profiled(
     """The profile of some prompts, from the folder if it is there."""
     path = options.folder / f"{name}.yaml"
     if not path.exists():
-        (profile,) = measure(
+        profile = measure(
             pair,
             prompts,
             sampling,

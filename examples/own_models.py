@@ -26,7 +26,7 @@ options = parser.parse_args()
 
 pair = load_pair(options.target, options.draft)
 texts = prompts.load(options.prompts) if options.prompts else prompts.built_in()
-(profile,) = measure(
+profile = measure(
     pair,
     texts[: options.num_prompts],
     Sampling(temperature=0),

@@ -98,7 +98,8 @@ def compare(
 
     `assistant` names the draft of transformers' assisted generation, if it is another one.
     """
-    chosen, models, plan = set(only or TITLES), pair.metadata, tree.plan
+    context = sum(map(len, prompts)) // max(len(prompts), 1)
+    chosen, models, plan = set(only or TITLES), pair.metadata, tree.for_context(context).plan
     transformers_pair = pair
     if pair.placement == FUSED and TRANSFORMERS_METHODS & chosen:
         transformers_pair = load_transformers_pair()
@@ -107,7 +108,9 @@ def compare(
         models = models | {"assistant": transformers_pair.metadata["draft"]}
     methods = make_methods(pair, transformers_pair, trees, sampling, tokens, only)
     # the trees of the other methods follow from this one
-    shapes = [[length, t.parents.tolist(), t.looks_up] for length, t in tree.portfolio.items()]
+    shapes = [
+        [[*t.by_match, *t.by_context], t.parents.tolist(), t.looks_up] for t in tree.all_trees
+    ]
     hardware = fingerprint(pair.target.device)
     work = [
         models,
@@ -122,7 +125,8 @@ def compare(
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
         method_tree, verifier = trees[name]
-        prediction = prediction_for(method_tree, verifier, plan, sampling.settings())
+        planned_tree = method_tree.for_context(context)
+        prediction = prediction_for(planned_tree, verifier, plan, sampling.settings())
         is_predicted = bool(prediction.speedup) and method_tree == tree
         figures[name] = structs.replace(figures[name], prediction=prediction)
         if is_predicted and plan.text_speedups:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +54,20 @@ def discard(path: Path | None) -> None:
 
 
 @contextmanager
-def exclusive(*outputs: str | Path) -> Iterator[None]:
-    """Let no other process measure for one of these files until the context ends."""
-    with ExitStack() as stack:
-        for output in map(Path, outputs):
-            path = output.with_name(f".{output.name}.lock")
-            lock = FileLock(path, timeout=0)
-            try:
-                stack.enter_context(lock)
-            except Timeout as error:
-                raise SequoiaPlanError(
-                    f"{output}: another sequoia-plan is measuring for this file; wait for it, or "
-                    "name another file with -o"
-                ) from error
-            if os.name == "posix":  # Windows removes the file when the lock is released
-                stack.callback(path.unlink, missing_ok=True)
+def exclusive(output: str | Path) -> Iterator[None]:
+    """Let no other process measure for this file until the context ends."""
+    path = Path(output).with_name(f".{Path(output).name}.lock")
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise SequoiaPlanError(
+            f"{output}: another sequoia-plan is measuring for this file; wait for it, or name "
+            "another file with -o"
+        ) from error
+    try:
         yield
+    finally:
+        if os.name == "posix":  # Windows removes the file when the lock is released
+            path.unlink(missing_ok=True)
+        lock.release()

@@ -85,8 +85,8 @@ def measure(
     journal: Path | None = None,
     on_size: Callable[[int, float], None] = lambda size, median: None,
     on_prompt: OnPrompt = lambda num_prompts, max_prompts, observed: None,
-) -> list[Profile]:
-    """Measure a profile for each context: acceptance on `prompts`, and latency.
+) -> Profile:
+    """Measure a profile: acceptance on `prompts`, and latency at each context.
 
     Rounds of latency samples are spread over the prompts: the speed of a shared machine
     changes, and one minute of samples at the end would show the speed of that minute only.
@@ -108,16 +108,14 @@ def measure(
         on_prompt: called after each prompt with the number of prompts so far, the most there may
             be, and what was observed so far.
 
-    Returns:
-        The profiles in the order of `contexts`.
-
     Raises:
         SequoiaPlanError: if the prompts do not fit the models.
     """
     kinds = named_kinds([prompt.kind for prompt in prompts])
     prompt_ids = [encode(pair.tokenizer, prompt.text) for prompt in prompts]
     meters = [
-        LatencyMeter(pair, sampling, context, on_size, max_size, prompt_ids) for context in contexts
+        LatencyMeter(pair, sampling, context, on_size, max_size, prompt_ids)
+        for context in sorted(contexts)
     ]
     num_prompts_before_latency = min(MIN_PROMPTS, len(prompts))
 
@@ -148,20 +146,19 @@ def measure(
     )
     drafter = meters[0].step.drafter
     assert drafter is not None
-    return [
-        Profile(
-            acceptance=Acceptance.counted(observed.totals()),
-            latency=meter.finish(latency_seconds),
-            settings=sampling.settings(),
-            models=pair.metadata,
-            hardware=fingerprint(pair.target.device),
-            tree_size=tree.size if tree else None,
-            prompts=observed.by_prompt(kinds),
-            lookup=lookup_counts(observed.lookup, kinds),
-            drafting=drafter.drafting,
-        )
-        for meter in meters
-    ]
+    latency, *longer = (meter.finish(latency_seconds) for meter in meters)
+    return Profile(
+        acceptance=Acceptance.counted(observed.totals()),
+        latency=latency,
+        longer=tuple(longer),
+        settings=sampling.settings(),
+        models=pair.metadata,
+        hardware=fingerprint(pair.target.device),
+        tree_size=tree.size if tree else None,
+        prompts=observed.by_prompt(kinds),
+        lookup=lookup_counts(observed.lookup, kinds),
+        drafting=drafter.drafting,
+    )
 
 
 def max_tokens_of_any_tree(observed: ObservedAcceptance) -> float:

@@ -60,13 +60,13 @@ class CapturedStep(TreeStep):
     def prefill(
         self, prompt: Tensor, max_new_tokens: int, seed: int | None = None, *, reuse: bool = False
     ) -> None:
-        """Start a sequence; it has room for all trees of a portfolio.
+        """Start a sequence; it has room for all trees by match and by context.
 
         `reuse`: what the models have read of the prompt is not read again. `prompt` int64 [n].
         """
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
-        trees = self.tree.portfolio.values()
+        trees = self.tree.all_trees
         max_size = max(tree.size for tree in trees)
         # the draft may not have read the last tokens as it reads a prompt
         unsettled = CATCH_UP_TOKENS + max(tree.depth for tree in trees) if reuse else None

@@ -93,8 +93,8 @@ class SequoiaDecoder:
         return decoder
 
     def _use(self, models: DecodingModels, tree: TokenTree) -> None:
-        """Decode with `tree`, and with the trees that take its place by match."""
-        self.step_of_tree = {t: CapturedStep(models, t, tree) for t in tree.portfolio.values()}
+        """Decode with `tree`, and with the trees that take its place by match and by context."""
+        self.step_of_tree = {t: CapturedStep(models, t, tree) for t in tree.all_trees}
         self.step = self.step_of_tree[tree]
         stream, latency = models.target.stream, tree.plan.latency
         if stream and latency and latency.stream:
@@ -244,9 +244,9 @@ class SequoiaDecoder:
 
         From the first step to the last, or until the iterator is closed, other threads wait for the
         decoder. The tree never shrinks: near the end of the context, nodes beyond it are cut off
-        the result. With trees by match, the committed text decides before each step which of them
-        runs. With `launches_ahead`, a step that is needed in any case is launched before the
-        tokens of the step before it are read.
+        the result. With trees by match or by context, the committed text decides before each step
+        which of them runs. With `launches_ahead`, a step that is needed in any case is launched
+        before the tokens of the step before it are read.
 
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
@@ -257,9 +257,10 @@ class SequoiaDecoder:
             sequence.path_logits, sequence.keeps_logits = path_logits, keeps_logits
             seed = 0 if sampling.greedy else seed
             step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
-            if step.lookup:
-                step = self.step_of_tree[tree.for_match(int(step.look_up()))]
             length = prompt.numel() - 1
+            if step.lookup:
+                match_length = int(step.look_up())
+                step = self.step_of_tree[tree.for_context(length).for_match(match_length)]
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
@@ -271,4 +272,4 @@ class SequoiaDecoder:
                 length += len(output.tokens)
                 sequence.num_read = length
                 yield output
-                step = self.step_of_tree[tree.for_match(output.match_length)]
+                step = self.step_of_tree[tree.for_context(length).for_match(output.match_length)]

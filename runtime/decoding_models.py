@@ -58,7 +58,7 @@ class DecodingModels:
     ) -> None:
         self.device = execution_device(target)
         self.drafter: Drafter | None = None
-        if not any(t.num_drafted_levels for t in tree.portfolio.values()):
+        if not any(t.num_drafted_levels for t in tree.all_trees):
             draft = None
         self.models = [model for model in (target, draft) if model is not None]
         for model in self.models:

@@ -13,7 +13,7 @@ from sequoia_plan.planner.cli.pair import load_pair
 @click.option(
     "--format",
     "export_format",
-    type=click.Choice(["medusa", "nxd", "growmap", "draft", "target"]),
+    type=click.Choice(["nxd", "growmap", "draft", "target"]),
     required=True,
     help="The format; draft and target are folders with that model as transformers and vLLM load "
     "it.",
@@ -86,8 +86,7 @@ def _export_model(output: str, role: str, target: str | None, draft: str | None)
 @click.argument("file", metavar="FILE", type=PATH)
 @output_option("tree.safetensors", "tree")
 def import_command(file: str, output: str) -> None:
-    """Read a tree of another engine: Medusa choices, an NxD token tree, a growmap. The content
-    tells which."""
+    """Read a tree of another engine: an NxD token tree, a growmap. The content tells which."""
     from sequoia_plan.artifacts import save_tree
     from sequoia_plan.artifacts.files import refuse_to_replace
     from sequoia_plan.artifacts.interchange import import_tree

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -73,8 +72,8 @@ def read_percent(text: str) -> float:
     1 << 20,
     default="128",
     show_default=True,
-    text="Tokens in the KV cache when latency is measured; of several, as 512,4096, each has a "
-    "profile of its own, written beside the output.",
+    text="Tokens in the KV cache when latency is measured; with several, as 256,4096, solve makes "
+    "a tree for each, and a text takes the one that suits its length.",
 )
 @output_option("profile.yaml", "profile")
 @json_option
@@ -104,12 +103,8 @@ def profile(
         settings = replace(settings, verifier="sequoia" if settings.greedy else "traversal")
     tree = _read_tree(tree_file) if tree_file else None
     check_writable(output)
-    further = [f"{Path(output).stem}-context={size}" for size in contexts[1:]]
-    outputs = [Path(output), *map(Path(output).with_stem, further)]
-    for path in outputs:
-        refuse_to_replace(path, prompts, tree_file)
-        check_writable(path)
-    click.get_current_context().with_resource(exclusive(*outputs))
+    refuse_to_replace(output, prompts, tree_file)
+    click.get_current_context().with_resource(exclusive(output))
     all_prompts = load(prompts or BUILT_IN)
     pair = load_pair(**models)
     if prompts:
@@ -126,7 +121,7 @@ def profile(
             text = f"acceptance: known to within {acceptance.precision():.1%}"
             update(completed, total=total, description=text)
 
-        profiles = measure(
+        measured = measure(
             pair,
             measured_prompts,
             settings,
@@ -139,10 +134,9 @@ def profile(
             tokens_per_prompt=tokens,
             journal=journal,
         )
-    for path, measured in zip(outputs, profiles, strict=True):
-        measured.save(path)
+    measured.save(output)
     discard(journal)
-    accepted_at_root = float(profiles[0].acceptance.rates[0, 0].sum())
+    accepted_at_root = float(measured.acceptance.rates[0, 0].sum())
     if accepted_at_root < MIN_FITTING_ACCEPTANCE:
         warn(
             f"of the draft's proposals for the next token {accepted_at_root:.1%} are accepted; it "
@@ -150,14 +144,20 @@ def profile(
             "trained on"
         )
     if as_json:
-        main_entry, *entries = map(_json_entry, outputs, profiles)
-        print_json(main_entry | ({"also": entries} if entries else {}))
+        print_json(
+            {
+                "output": output,
+                "acceptance": measured.acceptance.pooled().tolist(),
+                "verifier": measured.verifier,
+                "prompts": {kind: len(texts) for kind, texts in measured.prompts.items()},
+            }
+            | {role: getattr(measured.latency, role) for role in ("target", "draft")}
+        )
         return
-    click.echo(_describe_prompts(profiles[0], len(measured_prompts), len(all_prompts)))
-    for path, measured in zip(outputs, profiles, strict=True):
-        for line in describe_profile(measured):
-            click.echo(line)
-        click.echo(f"wrote {path}; next: sequoia-plan solve {path}")
+    click.echo(_describe_prompts(measured, len(measured_prompts), len(all_prompts)))
+    for line in describe_profile(measured):
+        click.echo(line)
+    click.echo(f"wrote {output}; next: sequoia-plan solve {output}")
 
 
 def _describe_prompts(profile: Profile, num_half: int, num_all: int) -> str:
@@ -180,19 +180,3 @@ def _read_tree(path: str) -> TokenTree:
     if tree.size == 1:
         raise click.UsageError(f"--tree {path}: found a tree of 1 node, expected one that drafts")
     return tree
-
-
-def _json_entry(path: Path, profile: Profile) -> dict[str, Any]:
-    """What `--json` prints of a profile: acceptance by rank, level and class, and pass times."""
-    rates = profile.acceptance.rates
-    entry = {
-        "output": str(path),
-        "acceptance": profile.acceptance.pooled().tolist(),
-        "by_level": profile.acceptance.with_one_class().rates[:, 0].tolist(),
-        "by_class": rates.tolist(),
-        "verifier": profile.verifier,
-        "prompts": {kind: len(prompts) for kind, prompts in profile.prompts.items()},
-    }
-    if profile.latency:
-        entry |= {"target": profile.latency.target, "draft": profile.latency.draft}
-    return entry

@@ -76,7 +76,7 @@ def solve(
         raise click.UsageError("give either PROFILE or --acceptance, not both")
     from sequoia_plan.artifacts import Profile, save_tree
     from sequoia_plan.artifacts.files import refuse_to_replace
-    from sequoia_plan.planner.report.tree_summary import describe_by_match, describe_prediction
+    from sequoia_plan.planner.report.tree_summary import describe
     from sequoia_plan.planner.solving.solve import solve as solve_tree
 
     source = acceptance or profile_file or "profile.yaml"
@@ -96,7 +96,7 @@ def solve(
         )
         return
     click.echo(f"{tree}, solved in {solution.seconds:.3f} s")
-    for line in (*describe_prediction(plan), *describe_by_match(tree)):
+    for line in describe(tree):
         click.echo(line)
     if plan.predicted_speedup is not None and tree.size == 1 and not tree.by_match:
         click.echo(
@@ -154,7 +154,7 @@ def show(tree_file: str, plot: str | None, as_json: bool) -> None:
 
 
 def _shape(tree: TokenTree) -> dict[str, Any]:
-    """What `--json` prints of a tree, and of the tree of each class of match."""
+    """What `--json` prints of a tree, and of its trees by match and by context."""
     by_match = [
         {
             "match_length": part.match_length,
@@ -175,6 +175,7 @@ def _shape(tree: TokenTree) -> dict[str, Any]:
         "branching": tree.branching,
         "parents": tree.parents.tolist(),
         "by_match": by_match,
+        "by_context": {start: _shape(other) for start, other in tree.by_context.items()},
     }
 
 

@@ -10,7 +10,6 @@ from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens, node_values
 from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.planner.report.bench_table import TREE_METHODS, speedups_over_plain
-from sequoia_plan.planner.solving import baselines
 from sequoia_plan.planner.solving.tokens.frontier import max_budget, pick_solver
 
 GREEN, AMBER, BLUE, PURPLE, RED = "#2f9d5f", "#c0803a", "#5b8fc6", "#a86fb8", "#d1495b"
@@ -22,12 +21,6 @@ MAX_LEVELS_DRAWN = 10
 """The end of a deeper tree by match, which is a looked-up chain, is not drawn."""
 MAX_TITLE_COLUMNS = 20
 """Characters in a line of a method's title."""
-BASELINES = {
-    "complete k-ary, best k": (baselines.complete, (2, 3, 4, 8)),
-    "k chains, best k": (baselines.chains, (2, 4, 8, 16)),
-    "one chain": (baselines.chains, (1,)),
-}
-"""Label of a line in `tokens_panel` -> the family of trees, and the k of which the best counts."""
 
 
 def style(ink: str, line: str, seed: str) -> dict[str, Any]:
@@ -89,10 +82,9 @@ def tree_panel(tree: TokenTree, axes: Any) -> None:
 
 
 def tokens_panel(tree: TokenTree, axes: Any) -> None:
-    """Draw expected tokens a step against size, for the best trees and for baselines.
+    """Draw expected tokens a step against size, for the best trees and for chains.
 
-    It is the left plot of Figure 1 in Sequoia (arXiv 2402.12374). A baseline is a family of trees,
-    such as k chains, and for each size the best of its shapes is drawn.
+    As the left plot of Figure 1 in Sequoia (arXiv 2402.12374).
     """
     acceptance = tree.plan.acceptance
     depth = max(tree.plan.depth or tree.depth, tree.depth, 2)
@@ -105,17 +97,9 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     possible_sizes = sizes[sizes <= len(best_values)]
     tokens = best_values[possible_sizes - 1]
     axes.plot(possible_sizes, tokens, color=GREEN, lw=2.6, label="this acceptance's best tree")
-    families = zip(BASELINES.items(), (AMBER, BLUE, PURPLE), strict=True)
-    for (label, (family, numbers)), colour in families:
-        tokens = [
-            max(
-                expected_tokens(family(int(size), depth, number), acceptance.rates)
-                for number in numbers
-            )
-            for size in sizes
-        ]
-        never_falling = np.maximum.accumulate(tokens)  # nodes that do not help can be left out
-        axes.plot(sizes, never_falling, color=colour, linewidth=1.8, label=label)
+    chains = (TokenTree.chain(min(int(size), depth)) for size in sizes)
+    chain_tokens = [expected_tokens(chain, acceptance.rates) for chain in chains]
+    axes.plot(sizes, chain_tokens, color=PURPLE, linewidth=1.8, label="one chain")
     own_tokens = expected_tokens(tree, acceptance.rates)
     axes.plot(
         tree.size, own_tokens, "o", color=GREEN, ms=9, markeredgecolor="white", label="this tree"

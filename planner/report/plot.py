@@ -1,5 +1,5 @@
-"""The picture of a compiled tree: the tree itself, and expected tokens against size beside the
-baselines; or trees by match, and speed by kind of prompts."""
+"""The picture of a compiled tree: the tree itself, and expected tokens against size beside chains;
+or trees by match, and speed by kind of prompts."""
 
 import io
 from pathlib import Path

@@ -24,8 +24,8 @@ def describe_profile(profile: Profile) -> Iterator[str]:
     if profile.lookup:
         share = share_with_match(profile.lookup)
         yield f"lookup      before {share:.0%} of tokens, the end of the text occurs earlier in it"
-    if profile.latency:
-        yield from _times(profile.latency, profile.models.get("target", {}))
+    for latency in (profile.latency, *profile.longer) if profile.latency else ():
+        yield from _times(latency, profile.models.get("target", {}))
 
 
 def _times(latency: Latency, target: Mapping[str, Any]) -> Iterator[str]:
@@ -35,7 +35,6 @@ def _times(latency: Latency, target: Mapping[str, Any]) -> Iterator[str]:
     for role, seconds in (("target", latency.target), ("draft", latency.draft)):
         times = [f"{n}: {1000 * seconds[n]:.1f} ms" for n in BRIEF_SIZES if n in seconds]
         yield f"  {role:<10}{'  '.join(times)}"
-    yield f"  overhead  {latency.overhead * 1000:.2f} ms a step"
     if latency.stream and "layers" in target:
         yield (
             f"streamed    {latency.stream.bytes / 1e6:.0f} MB a pass in "

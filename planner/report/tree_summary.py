@@ -27,9 +27,8 @@ def print_summary(tree: TokenTree) -> None:
     plan = tree.plan
     lines = [
         f"{tree}, branching {tree.branching}",
-        *describe_prediction(plan),
+        *describe(tree),
         *_describe_details(plan),
-        *describe_by_match(tree),
     ]
     for role, model in plan.models.items():
         dtype = f" ({model['dtype']})" if model.get("dtype") else ""
@@ -119,6 +118,16 @@ def describe_by_match(tree: TokenTree) -> Iterator[str]:
             f"{class_tree.depth}, {part.expected_tokens:.3f} tokens a step, "
             f"{part.step_seconds * 1000:.1f} ms",
         )
+
+
+def describe(tree: TokenTree) -> Iterator[str]:
+    """Yields lines on what a tree promises, its trees by match, and those by context."""
+    yield from describe_prediction(tree.plan)
+    yield from describe_by_match(tree)
+    for start, other in tree.by_context.items():
+        yield _line(f"texts of {start}+ tokens", str(other))
+        for line in describe(other):
+            yield f"  {line}"
 
 
 def _line(title: str, text: str) -> str:

@@ -2,8 +2,11 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
+
+from msgspec import structs
 
 from sequoia_plan.artifacts import Acceptance, ArgumentError, Plan, Profile, TokenTree
 from sequoia_plan.artifacts.counts import Floats
@@ -55,6 +58,7 @@ def solve(
         solve for the tree with the highest objective
         with prompt lookup: solve for one tree for each class of match
         record predictions, proofs and intervals in its plan
+        with latencies at longer contexts: the same for each, as a tree by context
 
     The proof is `upper_bound`, and for the objective speed `speedup_bound`.
 
@@ -116,7 +120,23 @@ def solve(
         objective=objective,
         solver=solver,
     )
-    tree = TokenTree(tree.parents, plan, by_match=tree.by_match)
+    by_context = {}
+    latencies = [times.latency, *profile.longer] if times else []
+    for shorter, longer in pairwise(latencies):
+        part = solve(
+            structs.replace(profile, latency=longer, longer=()),
+            budget=budget,
+            depth=depth,
+            branching=branching,
+            objective=objective,
+            lookup=lookup,
+            draft=draft,
+        ).tree
+        part_plan = structs.replace(part.plan, profile_sha256=plan.profile_sha256)
+        # each is for the texts that are nearer to its context, in ratio
+        start = round(math.sqrt(shorter.context * longer.context))
+        by_context[start] = replace(part, plan=part_plan)
+    tree = TokenTree(tree.parents, plan, by_match=tree.by_match, by_context=by_context)
     return Solution(tree, time.perf_counter() - started)
 
 

@@ -24,11 +24,13 @@ class Lookup(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree) -> Lookup | None:
-        """What `tree` and the trees by match in its place need; None for a single tree."""
-        if not tree.by_match:
+        """What `tree` and the trees in its place need; None for a single tree."""
+        trees = tree.all_trees
+        if len(trees) == 1:
             return None
-        spines = [int((t.classes == 0).sum()) - 1 for t in tree.by_match.values() if t.looks_up]
-        return cls(max(MAX_MATCH, *tree.by_match), max([1, *spines]))
+        spines = [int((t.classes == 0).sum()) - 1 for t in trees if t.looks_up]
+        matches = [match_length for t in trees for match_length in t.by_match]
+        return cls(max([MAX_MATCH, *matches]), max([1, *spines]))
 
 
 def look_up(

@@ -11,7 +11,6 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.interchange import (
     FORMATS,
     export_tree,
-    from_medusa,
     from_nxd,
     import_tree,
     parse,
@@ -29,7 +28,6 @@ GROWMAP = {
     "size": 7,
 }
 LAYOUTS = {
-    "medusa": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]],
     "nxd": {"0": ["1", "2"], "1": ["3", "4"], "2": ["5"], "3": ["6"]},
     "growmap": GROWMAP,
 }
@@ -50,7 +48,6 @@ def test_layouts(tmp_path, name):
 
 
 def test_looser_inputs_that_other_engines_take():
-    assert from_medusa([[0, 0, 0], [1, 0], [0, 1]]) == TREE  # leaves alone, any order
     names = {"0": [7, "5"], "5": ["9"], "7": ["8", "2"], "8": ["3"], "3": [], "9": []}
     assert from_nxd(names) == TREE  # any numbers, leaves listed
 
@@ -58,14 +55,13 @@ def test_looser_inputs_that_other_engines_take():
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ([[0], 3], r"Medusa choices: Expected `array`, got `int` - at `\$\[1\]`"),
-        ([[0], [2]], r"Medusa choices: found the rank 2 in \[2\] without"),
+        ({"0": 3}, r"NxD token tree: Expected `array`, got `int` - at `\$\[\.\.\.\]`"),
         ({"0": ["a"]}, "NxD token tree: found 'a' below '0', expected the number of a node"),
         ({"0": ["1"], "2": ["3"]}, "NxD token tree: '2' cannot be reached from \"0\""),
         ({"Successors": [[1], []]}, "growmap: roots is not as Successors says"),
         (GROWMAP | {"Successors": [[], [1]]}, r"parents\[1\] is 1, expected a node from 0 to 0"),
         (GROWMAP | {"mask": GROWMAP["mask"][::-1]}, "growmap: mask is not as Successors says"),
-        ({"1": ["2"]}, "unknown layout; expected Medusa choices"),
+        ({"1": ["2"]}, "unknown layout; expected an NxD"),
     ],
 )
 def test_refuses(document, message):
@@ -76,7 +72,7 @@ def test_refuses(document, message):
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"PK\3\4" + bytes(99)])
 def test_refuses_what_is_no_json(tmp_path, content):
     (tmp_path / "f").write_bytes(content)
-    with pytest.raises(SequoiaPlanError, match=r"f: not JSON \(.*\); expected Medusa choices"):
+    with pytest.raises(SequoiaPlanError, match=r"f: not JSON \(.*\); expected an NxD"):
         import_tree(tmp_path / "f")
 
 

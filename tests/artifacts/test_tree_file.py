@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import tracemalloc
 
 import independent_reader
@@ -30,6 +31,19 @@ def test_round_trip_and_stable_bytes(tree, acceptance):
     mask = np.unpackbits(tensors.pop("attention_mask"), axis=1, count=tree.size, bitorder="little")
     assert np.array_equal(mask, tree.attention_mask)
     assert all(np.array_equal(tensors[name], getattr(tree, name)) for name in tensors)
+
+
+def test_trees_by_context_keep_their_plans_and_trees_by_match(tmp_path):
+    match = TokenTree.chain(3)
+    long = TokenTree([-1, 0], {"budget": 2}, by_match={2: match})
+    tree = TokenTree([-1, 0, 0], {"budget": 3}, by_context={1024: long, 4096: TokenTree.chain(1)})
+    save_tree(tree, tmp_path / "t")
+    loaded = load_tree(tmp_path / "t")
+    assert loaded == tree and hash(loaded) == hash(tree) and to_bytes(loaded) == to_bytes(tree)
+    assert loaded.by_context[1024].plan == long.plan
+    assert [loaded.for_context(n).size for n in (0, 1023, 1024, 4095, 5000)] == [3, 3, 2, 2, 1]
+    assert loaded.all_trees == [loaded, long, match, TokenTree.chain(1)]
+    assert tree != TokenTree(tree.parents) and pickle.loads(pickle.dumps(tree)) == tree
 
 
 def test_golden_bytes():
@@ -88,6 +102,9 @@ def int32(*values):
         ),
         (dict(header=HEADER | {"format": "sequoia-plan-draft"}), "found format 'sequoia-plan-dra"),
         (dict(header=HEADER | {"version": 2, "by_match": [[1, True]]}), "by_match.1.parents: exp"),
+        (dict(header=HEADER | {"by_context": [[9, {"plan": {}}]]}), "by_context.9.parents: exp"),
+        (dict(header=HEADER | {"by_context": [[0, {"plan": {}}]]}), "by_context.*>= 1"),
+        (dict(header=HEADER | {"by_context": [[9, []]]}), "by_context.*expected `object`"),
     ],
 )
 def test_contradictions_are_refused(tmp_path, change, message):

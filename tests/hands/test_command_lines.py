@@ -34,7 +34,7 @@ MODES = {
     "tokens": "solve --acceptance p.json --budget 9 --depth 4 -o made",
     "show": "show t",
     "plot": "show t --plot new.svg",
-    "medusa": "export t --format medusa -o made",
+    "nxd": "export t --format nxd -o made",
     "growmap": "export t --format growmap -o made",
     "draft": "export --format draft --draft smollm2-135m-draft -o made",
     "target": "export --format target -o made",
@@ -263,7 +263,7 @@ def read_header(data):
 READERS = {
     "profile.yaml": ["solve"],
     "p.json": ["tokens"],
-    "t": ["show", "medusa", "plot"],
+    "t": ["show", "nxd", "plot"],
     "n.json": ["import"],
 }
 """Ways that read each file."""
@@ -297,7 +297,7 @@ def test_damaged_files(here, name):
 
 @pytest.mark.parametrize("room", [0, 20, 200, 4000])
 @pytest.mark.parametrize(
-    "mode", ["solve", "tokens", "medusa", "growmap", "draft", "target", "import", "plot"]
+    "mode", ["solve", "tokens", "nxd", "growmap", "draft", "target", "import", "plot"]
 )
 def test_a_full_disk(here, monkeypatch, mode, room):
     """The output is whole or as it was before; what was read and written is still there."""

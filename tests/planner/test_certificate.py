@@ -1,16 +1,15 @@
-"""The certificate, its bounds, and the baselines, none of which has more expected tokens."""
+"""The certificate and its bounds."""
 
 import pytest
 from brute_force import fitting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import acceptance_vectors, at_depth, rates
+from strategies import at_depth, rates
 
-from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import check, solve
 from sequoia_plan.planner.solving import certificate
-from sequoia_plan.planner.solving.baselines import chains, complete
 from sequoia_plan.planner.solving.tokens import dynamic_programming
 
 
@@ -67,34 +66,3 @@ def test_a_million_nodes():
     assert solution.tree.size == 1_000_000
     proof = check(solution.tree, [0.7, 0.15, 0.05, 0.02], 64)
     assert proof.upper_bound == proof.expected_tokens
-
-
-@settings(max_examples=40)
-@given(
-    acceptance_vectors(longest=5),
-    st.integers(2, 30),
-    st.integers(2, 7),
-    st.sampled_from([chains, complete]),
-    st.integers(1, 3),
-)
-def test_no_baseline_is_worth_more(acceptance, size, depth, family, number):
-    tree = family(size, depth, number)
-    assert tree.size <= size and tree.depth <= depth
-    vector = acceptance + [0.0] * max(0, tree.branching - len(acceptance))
-    optimum = solve(vector, budget=tree.size, depth=depth).plan.expected_tokens
-    rows = Acceptance.given(vector).rates
-    assert expected_tokens(tree, rows) <= optimum * (1 + 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("family", "limits", "widths"),
-    [
-        (chains, (4, 9, 1), [1, 1, 1, 1]),
-        (chains, (7, 9, 3), [1, 3, 3]),
-        (chains, (9, 3, 4), [1, 4, 4]),
-        (complete, (7, 3, 2), [1, 2, 4]),
-        (complete, (99, 3, 2), [1, 2, 4]),
-    ],
-)
-def test_baselines_have_their_shapes(family, limits, widths):
-    assert family(*limits).level_widths.tolist() == widths

@@ -352,6 +352,27 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
 
 
+def test_each_context_has_a_plan_of_its_own(tmp_path, capsys):
+    """As solving for each alone; a text takes the one nearest to its length, in ratio."""
+    profile = lookup_profile()
+    short = structs.replace(profile.latency, context=256)
+    slow = {size: seconds * (1 + size) for size, seconds in short.target.items()}
+    long = structs.replace(short, context=4096, target=slow)
+    profile = structs.replace(profile, latency=short, longer=(long,))
+    profile.save(tmp_path / "profile.yaml")
+    assert Profile.load(tmp_path / "profile.yaml") == profile
+    tree = saved(solved(profile).tree, tmp_path)
+    alone = [structs.replace(profile, latency=each, longer=()) for each in (short, long)]
+    for length, of_context in ((0, alone[0]), (1023, alone[0]), (1024, alone[1])):
+        expected, found = solved(of_context).tree, tree.for_context(length)
+        assert found.portfolio == expected.portfolio or length < 1024
+        assert found.plan.predicted_speedup == expected.plan.predicted_speedup
+        assert found.plan.profile_sha256 == profile.sha256
+    assert tree.for_context(0).all_trees != tree.for_context(1024).all_trees
+    print_summary(tree)
+    assert "texts of 1024+ tokens" in capsys.readouterr().out
+
+
 def of_kinds(texts):
     """The profile with prompts of several kinds: their recorded texts, all accepted alike."""
     profile, number = lookup_profile(), sum(map(len, texts.values()))

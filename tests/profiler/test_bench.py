@@ -340,6 +340,20 @@ def test_prompts_without_kinds_are_promised_what_those_profiled_were():
     assert result.prediction.tokens_per_step == MIXTURE.tokens_per_step
 
 
+def test_the_promise_is_that_of_the_tree_for_the_prompts_length(models):
+    """Prompts of 5 tokens on average are below 8, those of 10 are not."""
+    rare = Acceptance.given([0.1])
+    long = TokenTree(TREE.parents, replace(TREE.plan, acceptance=rare))
+    tree = TokenTree(TREE.parents, TREE.plan, by_context={8: long})
+    for length, planned in ((5, TREE), (10, long)):
+        prompts = [list(range(1, length)), list(range(1, length + 2))]
+        trees = bench_trees(tree, "sequoia")
+        result = compare(models, None, tree, trees, Sampling(), prompts, 4, ["plain", "sequoia"])
+        predicted = prediction_for(planned, "sequoia", planned.plan)
+        assert result.methods["sequoia"].prediction == predicted
+    assert prediction_for(long, "sequoia", long.plan) != prediction_for(TREE, "sequoia", TREE.plan)
+
+
 def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
     """Through compare and the file: the tree by match, and not plain decoding or the tree alone."""
     acceptance = TREE.plan.acceptance

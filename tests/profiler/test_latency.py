@@ -214,7 +214,7 @@ def test_latency_is_timed_between_prompts(pair, monkeypatch):
 
     prompts = [Prompt(str(number)) for number in range(12)]
     report = {"on_prompt": lambda *_: events.append("prompt")}
-    (profile,) = measure(pair, prompts, WARM, 1e9, [20], precision=0, **report)
+    profile = measure(pair, prompts, WARM, 1e9, [20], precision=0, **report)
     rounds = ["round"] * (MAX_ROUNDS - 1)
     assert events == ["prompt"] * 10 + ["round"] + ["prompt"] * 2 + rounds
     assert profile.latency.samples[1] == MAX_ROUNDS
@@ -231,7 +231,7 @@ def test_every_kind_is_measured(pair, monkeypatch):
     monkeypatch.setattr(module, "encode", lambda tokenizer, text: PROMPTS[int(text) % 8])
     prompts = [Prompt(str(number), kind) for kind in "abcdef" for number in range(16)]
     measuring = measuring_half([*prompts, Prompt("0", "rare")])
-    (profile,) = measure(pair, measuring, WARM, 0.0, [20], precision=0.9, tokens_per_prompt=4)
+    profile = measure(pair, measuring, WARM, 0.0, [20], precision=0.9, tokens_per_prompt=4)
     numbers = {kind: len(of_kind) for kind, of_kind in profile.prompts.items()}
     assert numbers == dict.fromkeys("abcdef", 8) | {"rare": 1}
     assert profile.latency.plain == StepTime.from_measured(profile).plain_seconds() > 0

@@ -1,5 +1,7 @@
 """Decoding with looked-up spines: the match, exactness by enumeration, and what the draft reads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,6 +78,10 @@ def test_a_tree_chosen_by_what_was_drawn_is_wrong(monkeypatch):
 
 
 PORTFOLIO = by_match([0, 0, 1, 1], m1=DEEP, m2=SIBLINGS, m3=looking_up(*range(9)))
+BY_CONTEXT = TokenTree.from_parents([-1, 0, 0, 1])
+BY_CONTEXT = replace(
+    BY_CONTEXT, by_context={20: TokenTree.chain(1), 40: by_match([0], m1=SIBLINGS)}
+)
 LOOKUP_ALONE = by_match([], m1=CHAIN, m3=looking_up(*range(9)))
 
 
@@ -88,6 +94,26 @@ def test_greedy_text_is_the_targets_own(kind):
     result = SequoiaDecoder(target, draft, tree).generate(prompt, 70)
     assert result.sequences.tolist() == expected.sequences.tolist()
     assert result.steps < expected.steps
+
+
+def test_a_text_takes_the_trees_of_its_length():
+    """The greedy text is the target's; a step has the tree for the text before it."""
+    target, draft = small_pair("EAGLE-3")
+    prompt = torch.tensor([5, 3, 9, 5, 3, 9, 5, 3])
+    expected = SequoiaDecoder(target, None, TokenTree.chain(1)).generate(prompt, 70).sequences
+    decoder = SequoiaDecoder(target, draft, BY_CONTEXT)
+    text, trees = prompt.tolist(), {}
+    for output in decoder.steps(prompt, 70, Sampling()):
+        trees.setdefault(output.tree, []).append(len(text) - 1)
+        text += output.tokens
+    assert text[:78] == expected[0].tolist()
+    drafted, plain = (trees.pop(tree) for tree in BY_CONTEXT.all_trees[:2])
+    others = [length for lengths in trees.values() for length in lengths]
+    assert max(drafted) < 20 <= min(plain) and max(plain) < 40 <= min(others)
+    decoder = SequoiaDecoder(*small_pair("EAGLE-3", 3), BY_CONTEXT)
+    for length in (19, 20, 39, 40):  # exact on both sides of each change
+        prompt = [token % 3 for token in text[: length + 1]]
+        assert error_of_a_step(decoder, prompt, Scripted(1.0)) < 1e-6
 
 
 def error_of_the_drafts_cache(target, draft, base, seed):

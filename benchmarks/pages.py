@@ -1,0 +1,157 @@
+"""Write the tables and figures of pages from the files that benchmarks/results.py measured.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; a figure in a sentence between
+`<!-- figure PART KEY KEY ... -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+BLOCK = re.compile(r"<!-- (figure|table) ([^>]+) -->.*?<!-- end -->", re.DOTALL)
+BUSY = 0.1
+"""Cores that other programs take, above which a part is named as measured beside other work."""
+METHODS = ("generate", "assisted", "lookup", "plain")
+"""The methods of bench beside our tree in a table of speeds."""
+
+
+def with_figures(text: str, results: Path) -> str:
+    """The page with its tables and figures as the files have them."""
+
+    def filled(match: re.Match[str]) -> str:
+        kind, words = match[1], match[2].split()
+        if kind == "figure":
+            content = figure(read(results, words[0]), words[1:])
+        else:
+            content = "\n" + "\n".join(TABLES[words[0]](results)) + "\n"
+        return f"<!-- {kind} {match[2]} -->{content}<!-- end -->"
+
+    return BLOCK.sub(filled, text)
+
+
+def read(results: Path, name: str) -> Any:
+    """A part's file."""
+    return json.loads((results / f"{name}.json").read_text())
+
+
+def figure(value: Any, keys: list[str]) -> str:
+    """A number, a text, or a ratio with its interval."""
+    for key in keys:
+        value = value[key]
+    if isinstance(value, Mapping):
+        return ratio(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def ratio(value: Mapping[str, float] | None) -> str:
+    """A ratio of speeds with its 95 % interval."""
+    if not value:
+        return ""
+    return f"{value['median']:.2f}x ({value['interval_low']:.2f}-{value['interval_high']:.2f})"
+
+
+def promise(prediction: Mapping[str, Any] | None) -> str:
+    """A predicted speed-up with its interval, if there is one."""
+    if not prediction or not prediction.get("speedup"):
+        return ""
+    interval = prediction.get("interval")
+    ends = f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
+    return f"{prediction['speedup']:.2f}x{ends}"
+
+
+def row(*cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def header(*cells: str) -> Iterator[str]:
+    """The first two lines of a table."""
+    yield row(*cells)
+    yield "|" + "---|" * len(cells)
+
+
+def benches(results: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(weights, T and threads; the methods) of each run of bench, "tree" among them."""
+    for part in read(results, "run")["parts"]:
+        if part.startswith("bench-"):
+            result = read(results, part)
+            methods, sampling = result["contenders"], result["settings"]["sampling"]
+            methods["tree"] = methods.get("traversal") or methods["sequoia"]
+            weights = part.split("-")[1].replace("bits", "the file's bits")
+            yield (
+                f"{weights}, {sampling['temperature']:g}, {result['hardware']['threads']}",
+                methods,
+            )
+
+
+def machine(results: Path) -> Iterator[str]:
+    """The machine, the state of the code, and the load beside the parts."""
+    log = read(results, "run")
+    yield f"{log['processor']}, {log['cores']} cores; code of {log['commit']}; {log['prompts']}."
+    shares = {name: part["other_work"] for name, part in log["parts"].items()}
+    busy = ", ".join(f"{name} {share:.2f}" for name, share in shares.items() if share > BUSY)
+    yield f"Cores that other programs took, where more than {BUSY}: {busy or 'nowhere'}."
+
+
+def speeds(results: Path) -> Iterator[str]:
+    """Tokens a second of each method, and our tree over others."""
+    names = (*METHODS, "tree")
+    ratios = ("tree over plain", "promised", "tree over `generate`")
+    yield from header("weights, T, threads", *names, *ratios)
+    for title, methods in benches(results):
+        tree = methods["tree"]
+        yield row(
+            title,
+            *(f"{methods[name]['tokens_per_second']['median']:.1f}" for name in names),
+            ratio(tree["speedup"]["plain"]),
+            promise(tree["predicted"]),
+            ratio(tree["speedup"]["generate"]),
+        )
+
+
+def kinds(results: Path) -> Iterator[str]:
+    """Our tree over plain decoding by kind of prompt, measured and promised."""
+    yield from header("weights, T, threads", "kind", "tokens a step", "over plain", "promised")
+    for title, methods in benches(results):
+        for kind, figures in methods["tree"]["by_kind"].items():
+            tokens = f"{figures['tokens_per_step']:.2f}"
+            measured, promised = ratio(figures.get("speedup")), promise(figures.get("predicted"))
+            yield row(title, kind, tokens, measured, promised)
+
+
+def passes(results: Path) -> Iterator[str]:
+    """Milliseconds of a pass, and how many times as long as ours in the file's bits."""
+    contexts = read(results, "passes")["figures"]
+    rows = next(iter(next(iter(contexts.values())).values()))
+    yield from header("threads, slots", "pass", *(f"{number} rows" for number in rows))
+    for context, ways in contexts.items():
+        for way, times in ways.items():
+            cells = (
+                f"{time['ms'][0]:.1f} ({time['over_ours'][0]:.2f}x)" for time in times.values()
+            )
+            yield row(context, way, *cells)
+
+
+def contexts(results: Path) -> Iterator[str]:
+    """Seconds of long prompts, and milliseconds of steps after them, by nodes of the tree."""
+    nodes = ("1", "2", "6")
+    steps = (f"ms of a step: {number}" for number in nodes)
+    yield from header("weights", "tokens before", "cache, MB", "prompt, s", *steps)
+    for dtype, figures in read(results, "contexts")["figures"].items():
+        for length, values in figures["steps"].items():
+            times = (f"{values[number]['step'][0]:.1f}" for number in nodes)
+            cache, prompt = str(values["cache_mb"]), f"{values['prompt_s']:.1f}"
+            yield row(dtype.replace("auto", "the file's bits"), length, cache, prompt, *times)
+
+
+TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
+    "machine": machine,
+    "speeds": speeds,
+    "kinds": kinds,
+    "passes": passes,
+    "contexts": contexts,
+}

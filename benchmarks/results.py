@@ -1,0 +1,205 @@
+"""Measure every figure of docs/results.md and README.md on this machine, and write them there.
+
+    make results         # about 80 minutes on two idle cores
+    make quick-results   # ten minutes: the same tables in build/quick, of fewer prompts
+    python benchmarks/results.py --spec-bench question.jsonl   # prompts of Spec-Bench
+    python benchmarks/results.py --pages-only
+
+Every part is a few commands, and its last one writes a file into benchmarks/results. A part that is
+finished is not measured again; a killed one goes on. All parts are of one machine and of one state
+of the code: with other files there, the run ends with an error, unless `--replace` is given.
+Beside each part stands how much of a processor other programs took meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pages import METHODS, with_figures
+from reports import write_report
+
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.processor import processor_name
+from sequoia_plan.artifacts.prompts import BUILT_IN, load
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CODE = ("artifacts", "planner", "profiler", "runtime", "drafts", "benchmarks/results.py")
+RETRIEVAL = ROOT / "benchmarks" / "retrieval.jsonl"
+PAGES = ("README.md", "docs/results.md")
+PER_KIND = 16
+"""Prompts of a kind; profile and bench have half of them each."""
+LIMIT = 24
+"""Prompts that bench decodes in each setting, taken from all kinds in turn."""
+SPEC_BENCH = {
+    "translation": "translation",
+    "summarization": "summary",
+    "qa": "question",
+    "math_reasoning": "maths",
+    "rag": "retrieval",
+}
+"""The kind of each category of Spec-Bench; the others are those of MT-Bench's conversations."""
+OWN = {
+    "translation": "translation",
+    "summary": "summary",
+    "explain": "question",
+    "maths": "maths",
+    "retrieval": "retrieval",
+    "chat": "conversation",
+    "code": "conversation",
+    "writing": "conversation",
+}
+"""The same kinds, of the built-in prompts and benchmarks/retrieval.jsonl."""
+
+
+class Setting(NamedTuple):
+    """What one profile, one tree and one run of bench are for."""
+
+    weights: str
+    dtype: str
+    temperature: float = 0.0
+    threads: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of its part."""
+        return f"bench-{self.weights}-t{self.temperature:g}-{self.threads}".replace(".", "")
+
+
+SETTINGS = (
+    Setting("bfloat16", "bfloat16"),
+    Setting("bits", "auto"),
+    Setting("bfloat16", "bfloat16", 0.6),
+    Setting("bfloat16", "bfloat16", 1.0),
+    Setting("bfloat16", "bfloat16", threads=2),
+    Setting("bits", "auto", threads=2),
+)
+
+
+def parts(work: Path, options: argparse.Namespace) -> dict[str, list[str]]:
+    """The command lines of each part; {output} stands for the part's file."""
+    quick, commands = options.quick, {}
+    length = f"--tokens {16 if quick else 64} --prompts {work / 'prompts.jsonl'}"
+    for setting in SETTINGS:
+        stem, verifier = work / setting.name, "traversal" if setting.temperature else "sequoia"
+        models = f"--threads {setting.threads} --dtype {setting.dtype} {length}"
+        methods = (f"--only {name}" for name in (*METHODS, verifier))
+        commands[setting.name] = [
+            f"sequoia-plan profile {models} --temperature {setting.temperature} "
+            f"--precision {50 if quick else 7}% -o {stem}.yaml",
+            f"sequoia-plan solve {stem}.yaml --budget 64 -o {stem}.safetensors",
+            f"sequoia-plan bench {models} --tree {stem}.safetensors {' '.join(methods)} "
+            f"--limit {6 if quick else LIMIT} -o {{output}}",
+        ]
+    llama_bench = f"--llama-bench {options.llama_bench}" if options.llama_bench else ""
+    script = "python benchmarks/{}.py --rounds {} {} -o {{output}}"
+    commands["passes"] = [script.format("passes", 1 if quick else 2, llama_bench)]
+    commands["contexts"] = [script.format("contexts", 1 if quick else 5, "")]
+    return commands
+
+
+def write_prompts(path: Path, spec_bench: Path | None) -> None:
+    """Write as many prompts of each kind, taken evenly from the first to the last."""
+    prompts = load(spec_bench) if spec_bench else [*load(BUILT_IN), *load(RETRIEVAL)]
+    names, default = (SPEC_BENCH, "conversation") if spec_bench else (OWN, "")
+    by_kind: dict[str, list[str]] = {}
+    for prompt in prompts:
+        if kind := names.get(prompt.kind or "", default):
+            line = json.dumps({"kind": kind, "text": prompt.text})
+            by_kind.setdefault(kind, []).append(line)
+    lines = [line for group in by_kind.values() for line in evenly(group, PER_KIND)]
+    write_atomically(path, ("\n".join(lines) + "\n").encode())
+
+
+def evenly(lines: list[str], number: int) -> list[str]:
+    """So many of the lines, at equal distances."""
+    return [lines[i * len(lines) // number] for i in range(min(number, len(lines)))]
+
+
+def measure(
+    commands: Mapping[str, list[str]], results: Path, common: dict[str, Any], replace: bool
+) -> None:
+    """Measure the parts that are missing, each with a note of the load beside it."""
+    log_file = results / "run.json"
+    log = common | {"parts": {}}
+    if log_file.exists() and not replace:
+        log = json.loads(log_file.read_text())
+        for key, value in common.items():
+            if log[key] != value:
+                sys.exit(
+                    f"{log_file}: measured with {key} {log[key]!r}, this is {value!r}; --replace "
+                    "measures all anew"
+                )
+    missing = [name for name in commands if name not in log["parts"]]
+    for number, name in enumerate(missing, 1):
+        left = len(missing) - number
+        print(
+            f"{name}, then {left} parts; about ten minutes each, a tenth with --quick", flush=True
+        )
+        began, before = time.time(), others_seconds()
+        for line in commands[name]:
+            name_of_program, *words = shlex.split(line.format(output=results / f"{name}.json"))
+            program = str(Path(sys.executable).with_name(name_of_program))
+            subprocess.run([program, *words], cwd=ROOT, check=True)
+        seconds = time.time() - began
+        log["parts"][name] = {
+            "minutes": round(seconds / 60, 1),
+            "other_work": round((others_seconds() - before) / seconds, 3),
+        }
+        write_report(log_file, log)
+
+
+def others_seconds() -> float:
+    """Processor seconds since the start of the machine that this run did not take."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    own = os.times()
+    busy = (user + nice + system) / os.sysconf("SC_CLK_TCK")
+    return busy - (own.user + own.system + own.children_user + own.children_system)
+
+
+def stamp(prompts: str) -> dict[str, Any]:
+    """What all parts must have in common: the machine, the code and the prompts."""
+    code = ["git", "log", "-1", "--format=%h %cs", "--", *CODE]
+    commit = subprocess.run(code, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return {
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "commit": commit.strip(),
+        "prompts": prompts,
+    }
+
+
+def main() -> None:
+    """Measure what is missing, and write the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few prompts, in build/quick")
+    parser.add_argument("--spec-bench", type=Path, help="Spec-Bench's question.jsonl")
+    parser.add_argument("--llama-bench", help="llama.cpp's, for the table of passes")
+    parser.add_argument("--replace", action="store_true", help="discard what was measured before")
+    parser.add_argument("--pages-only", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    work = ROOT / "build" / ("quick" if options.quick else "results")
+    results = work if options.quick else RESULTS
+    if not options.pages_only:
+        work.mkdir(parents=True, exist_ok=True)
+        write_prompts(work / "prompts.jsonl", options.spec_bench)
+        common = stamp("prompts of Spec-Bench" if options.spec_bench else "prompts of our own")
+        measure(parts(work, options), results, common, options.replace)
+    for page in PAGES:
+        text = with_figures((ROOT / page).read_text(), results)
+        write_atomically((work if options.quick else ROOT) / page, text.encode())
+
+
+if __name__ == "__main__":
+    main()
