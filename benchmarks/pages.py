@@ -81,11 +81,9 @@ def benches(results: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             result = read(results, part)
             methods, sampling = result["contenders"], result["settings"]["sampling"]
             methods["tree"] = methods.get("traversal") or methods["sequoia"]
-            weights = part.split("-")[1].replace("bits", "the file's bits")
-            yield (
-                f"{weights}, {sampling['temperature']:g}, {result['hardware']['threads']}",
-                methods,
-            )
+            _, weights, _, threads, prompts = part.replace("bits", "the file's bits").split("-")
+            copies = ", copies" * (prompts == "copies")
+            yield f"{weights}, {sampling['temperature']:g}, {threads}{copies}", methods
 
 
 def machine(results: Path) -> Iterator[str]:
@@ -148,10 +146,21 @@ def contexts(results: Path) -> Iterator[str]:
             yield row(dtype.replace("auto", "the file's bits"), length, cache, prompt, *times)
 
 
+def texts(results: Path) -> Iterator[str]:
+    """Decoding with two trees over plain decoding, in short texts and in long ones."""
+    yield from header("weights", "text", "tokens before", "tree of six", "chain of two")
+    for dtype, figures in read(results, "contexts")["figures"].items():
+        for text, lengths in figures["texts"].items():
+            for length, trees in lengths.items():
+                speeds = (f"{trees[name]['over_plain'][0]:.2f}x" for name in ("6", "2"))
+                yield row(dtype.replace("auto", "the file's bits"), text, length, *speeds)
+
+
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "machine": machine,
     "speeds": speeds,
     "kinds": kinds,
     "passes": passes,
     "contexts": contexts,
+    "texts": texts,
 }

@@ -1,6 +1,6 @@
 """Measure every figure of docs/results.md and README.md on this machine, and write them there.
 
-    make results         # about 80 minutes on two idle cores
+    make results         # about 90 minutes on two idle cores
     make quick-results   # ten minutes: the same tables in build/quick, of fewer prompts
     python benchmarks/results.py --spec-bench question.jsonl   # prompts of Spec-Bench
     python benchmarks/results.py --pages-only
@@ -29,7 +29,7 @@ from reports import write_report
 
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.processor import processor_name
-from sequoia_plan.artifacts.prompts import BUILT_IN, load
+from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, load
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -59,6 +59,8 @@ OWN = {
     "writing": "conversation",
 }
 """The same kinds, of the built-in prompts and benchmarks/retrieval.jsonl."""
+COPIES = ("proofread", "quote", "edit-code", "shorten")
+"""The built-in prompts whose answers repeat most of them."""
 
 
 class Setting(NamedTuple):
@@ -68,11 +70,13 @@ class Setting(NamedTuple):
     dtype: str
     temperature: float = 0.0
     threads: int = 1
+    prompts: str = "kinds"
 
     @property
     def name(self) -> str:
         """The name of its part."""
-        return f"bench-{self.weights}-t{self.temperature:g}-{self.threads}".replace(".", "")
+        numbers = f"t{self.temperature:g}-{self.threads}".replace(".", "")
+        return f"bench-{self.weights}-{numbers}-{self.prompts}"
 
 
 SETTINGS = (
@@ -82,35 +86,37 @@ SETTINGS = (
     Setting("bfloat16", "bfloat16", 1.0),
     Setting("bfloat16", "bfloat16", threads=2),
     Setting("bits", "auto", threads=2),
+    Setting("bfloat16", "bfloat16", prompts="copies"),
 )
 
 
 def parts(work: Path, options: argparse.Namespace) -> dict[str, list[str]]:
-    """The command lines of each part; {output} stands for the part's file."""
+    """The command lines of each part, which writes {results}/PART.json."""
     quick, commands = options.quick, {}
-    length = f"--tokens {16 if quick else 64} --prompts {work / 'prompts.jsonl'}"
+    tokens = 16 if quick else 64
     for setting in SETTINGS:
         stem, verifier = work / setting.name, "traversal" if setting.temperature else "sequoia"
-        models = f"--threads {setting.threads} --dtype {setting.dtype} {length}"
+        models = f"--threads {setting.threads} --dtype {setting.dtype} --tokens {tokens}"
+        models += f" --prompts {work / setting.prompts}.jsonl"
         methods = (f"--only {name}" for name in (*METHODS, verifier))
+        tree = "{results}/tree" if setting == SETTINGS[0] else stem
         commands[setting.name] = [
             f"sequoia-plan profile {models} --temperature {setting.temperature} "
             f"--precision {50 if quick else 7}% -o {stem}.yaml",
-            f"sequoia-plan solve {stem}.yaml --budget 64 -o {stem}.safetensors",
-            f"sequoia-plan bench {models} --tree {stem}.safetensors {' '.join(methods)} "
-            f"--limit {6 if quick else LIMIT} -o {{output}}",
+            f"sequoia-plan solve {stem}.yaml --budget 64 -o {tree}.safetensors",
+            f"sequoia-plan show {tree}.safetensors --plot {tree}.png",
+            f"sequoia-plan bench {models} --tree {tree}.safetensors {' '.join(methods)} "
+            f"--limit {6 if quick else LIMIT} -o {{results}}/{setting.name}.json",
         ]
     llama_bench = f"--llama-bench {options.llama_bench}" if options.llama_bench else ""
-    script = "python benchmarks/{}.py --rounds {} {} -o {{output}}"
-    commands["passes"] = [script.format("passes", 1 if quick else 2, llama_bench)]
-    commands["contexts"] = [script.format("contexts", 1 if quick else 5, "")]
+    for name, rounds, more in (("passes", 2, llama_bench), ("contexts", 5, "")):
+        script = f"python benchmarks/{name}.py --rounds {1 if quick else rounds} {more}"
+        commands[name] = [f"{script} -o {{results}}/{name}.json"]
     return commands
 
 
-def write_prompts(path: Path, spec_bench: Path | None) -> None:
+def write_prompts(path: Path, prompts: list[Prompt], names: dict[str, str], default: str) -> None:
     """Write as many prompts of each kind, taken evenly from the first to the last."""
-    prompts = load(spec_bench) if spec_bench else [*load(BUILT_IN), *load(RETRIEVAL)]
-    names, default = (SPEC_BENCH, "conversation") if spec_bench else (OWN, "")
     by_kind: dict[str, list[str]] = {}
     for prompt in prompts:
         if kind := names.get(prompt.kind or "", default):
@@ -147,7 +153,7 @@ def measure(
         )
         began, before = time.time(), others_seconds()
         for line in commands[name]:
-            name_of_program, *words = shlex.split(line.format(output=results / f"{name}.json"))
+            name_of_program, *words = shlex.split(line.format(results=results))
             program = str(Path(sys.executable).with_name(name_of_program))
             subprocess.run([program, *words], cwd=ROOT, check=True)
         seconds = time.time() - began
@@ -193,7 +199,13 @@ def main() -> None:
     results = work if options.quick else RESULTS
     if not options.pages_only:
         work.mkdir(parents=True, exist_ok=True)
-        write_prompts(work / "prompts.jsonl", options.spec_bench)
+        built_in, copies = load(BUILT_IN), dict(zip(COPIES, COPIES, strict=True))
+        write_prompts(work / "copies.jsonl", built_in, copies, "")
+        if options.spec_bench:
+            prompts = load(options.spec_bench)
+            write_prompts(work / "kinds.jsonl", prompts, SPEC_BENCH, "conversation")
+        else:
+            write_prompts(work / "kinds.jsonl", [*built_in, *load(RETRIEVAL)], OWN, "")
         common = stamp("prompts of Spec-Bench" if options.spec_bench else "prompts of our own")
         measure(parts(work, options), results, common, options.replace)
     for page in PAGES:

@@ -119,7 +119,7 @@ def problem(words):
     """What is wrong with a command; None if nothing is."""
     program, *arguments = words
     if program == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         return next((f"no target {word}" for word in arguments if word not in targets), None)
     if program == "python":
         name = arguments[arguments[0] == "-m"]

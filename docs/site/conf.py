@@ -12,10 +12,8 @@ from pathlib import Path
 from docutils import nodes
 from sphinx.application import Sphinx
 
-from sequoia_plan.artifacts import BenchResult, Profile
-from sequoia_plan.artifacts.tree_file import CATALOG
+from sequoia_plan.artifacts import BenchResult, load_tree
 from sequoia_plan.engines.plan import EnginePlan
-from sequoia_plan.planner import solve
 from sequoia_plan.planner.report.engine_page import engine_page
 from sequoia_plan.planner.report.page import page
 
@@ -131,10 +129,9 @@ def write_pages(app: Sphinx, error: Exception | None) -> None:
         return
     reports = app.outdir / "reports"
     reports.mkdir(exist_ok=True)
-    profile = Profile.load(CATALOG / "profiles" / "smollm2-135m-epyc-2-cores-t0.yaml")
-    session_tree = solve(profile, budget=768, depth=20).tree  # the README's
-    result = BenchResult.load(RESULTS / "bench-compiled-bfloat16-t0.json")
-    (reports / "bench.html").write_text(page(session_tree, result))
+    tree = load_tree(RESULTS / "tree.safetensors")
+    result = BenchResult.load(RESULTS / "bench-bfloat16-t0-1-kinds.json")
+    (reports / "bench.html").write_text(page(tree, result))
     plan = json.loads((RESULTS / "engine-vllm.json").read_text())["plan"]
     (reports / "engine.html").write_text(engine_page(EnginePlan.from_dict(plan, "plan")))
     home = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
