@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +122,18 @@ def kinds(results: Path) -> Iterator[str]:
             yield row(title, kind, tokens, measured, promised)
 
 
-def passes(results: Path) -> Iterator[str]:
+def passes(results: Path, of_prompts: bool = False) -> Iterator[str]:
     """Milliseconds of a pass, and how many times as long as ours in the file's bits."""
-    contexts = read(results, "passes")["figures"]
-    rows = next(iter(next(iter(contexts.values())).values()))
+    settings = read(results, "passes")["figures"]
+    chosen = {name: ways for name, ways in settings.items() if (", 0 slots" in name) == of_prompts}
+    rows = next(iter(next(iter(chosen.values())).values()))
     yield from header("threads, slots", "pass", *(f"{number} rows" for number in rows))
-    for context, ways in contexts.items():
+    for name, ways in chosen.items():
         for way, times in ways.items():
             cells = (
                 f"{time['ms'][0]:.1f} ({time['over_ours'][0]:.2f}x)" for time in times.values()
             )
-            yield row(context, way, *cells)
+            yield row(name.replace(" of context", ""), way, *cells)
 
 
 def contexts(results: Path) -> Iterator[str]:
@@ -161,6 +163,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "speeds": speeds,
     "kinds": kinds,
     "passes": passes,
+    "prompts": partial(passes, of_prompts=True),
     "contexts": contexts,
     "texts": texts,
 }
