@@ -114,12 +114,14 @@ def speeds(results: Path) -> Iterator[str]:
 
 def kinds(results: Path) -> Iterator[str]:
     """Our tree over plain decoding by kind of prompt, measured and promised."""
-    yield from header("weights, T, threads", "kind", "tokens a step", "over plain", "promised")
-    for title, methods in benches(results):
-        for kind, figures in methods["tree"]["by_kind"].items():
-            tokens = f"{figures['tokens_per_step']:.2f}"
-            measured, promised = ratio(figures.get("speedup")), promise(figures.get("predicted"))
-            yield row(title, kind, tokens, measured, promised)
+    settings = {title: methods["tree"]["by_kind"] for title, methods in benches(results)}
+    yield from header("kind", *settings)
+    for kind in dict.fromkeys(kind for by_kind in settings.values() for kind in by_kind):
+        figures = [by_kind.get(kind) for by_kind in settings.values()]
+        yield row(
+            kind,
+            *(f"{ratio(f['speedup'])}; {promise(f['predicted'])}" if f else "" for f in figures),
+        )
 
 
 def passes(results: Path, of_prompts: bool = False) -> Iterator[str]:

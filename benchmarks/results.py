@@ -1,6 +1,6 @@
 """Measure every figure of docs/results.md and README.md on this machine, and write them there.
 
-    make results         # about 90 minutes on two idle cores
+    make results         # about 65 minutes on two idle cores
     make quick-results   # ten minutes: the same tables in build/quick, of fewer prompts
     python benchmarks/results.py --spec-bench question.jsonl   # prompts of Spec-Bench
     python benchmarks/results.py --pages-only

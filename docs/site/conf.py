@@ -36,6 +36,7 @@ NAVIGATION = {
         ("Planner", "docs/planner"),
         ("Prompt lookup", "docs/lookup"),
         ("Profiling and bench", "docs/profiling"),
+        ("Results", "docs/results"),
         ("Speed", "docs/speed"),
         ("Verifiers and sampling", "docs/verifiers"),
         ("Targets that do not fit", "docs/offloading"),
