@@ -4,7 +4,7 @@
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
 # make llamacpp: builds llama.cpp (6 minutes on two cores) and runs the tests that need it; not part of make test either.
 # make results: measures the figures of README.md and docs/results.md on this machine (about 65 minutes), and writes
-# them there; make quick-results: the same tables in build/quick, of few prompts (ten minutes).
+# them there; make quick-results: such tables in build/quick, of few prompts and settings (ten minutes).
 # make docs: builds the documentation site in build/site.
 # make kernels: compiles every kernel with the Tritons of the supported versions of PyTorch (downloads 1 GB).
 PYTHON ?= python3

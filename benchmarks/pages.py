@@ -128,6 +128,8 @@ def passes(results: Path, of_prompts: bool = False) -> Iterator[str]:
     """Milliseconds of a pass, and how many times as long as ours in the file's bits."""
     settings = read(results, "passes")["figures"]
     chosen = {name: ways for name, ways in settings.items() if (", 0 slots" in name) == of_prompts}
+    if not chosen:  # --quick reads no whole prompts
+        return
     rows = next(iter(next(iter(chosen.values())).values()))
     yield from header("threads, slots", "pass", *(f"{number} rows" for number in rows))
     for name, ways in chosen.items():

@@ -1,7 +1,7 @@
 """Measure every figure of docs/results.md and README.md on this machine, and write them there.
 
     make results         # about 65 minutes on two idle cores
-    make quick-results   # ten minutes: the same tables in build/quick, of fewer prompts
+    make quick-results   # ten minutes: fewer settings and prompts, tables in build/quick
     python benchmarks/results.py --spec-bench question.jsonl   # prompts of Spec-Bench
     python benchmarks/results.py --pages-only
 
@@ -94,7 +94,7 @@ def parts(work: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     """The command lines of each part, which writes {results}/PART.json."""
     quick, commands = options.quick, {}
     tokens = 16 if quick else 64
-    for setting in SETTINGS:
+    for setting in SETTINGS[:: 2 if quick else 1]:
         stem, verifier = work / setting.name, "traversal" if setting.temperature else "sequoia"
         models = f"--threads {setting.threads} --dtype {setting.dtype} --tokens {tokens}"
         models += f" --prompts {work / setting.prompts}.jsonl"
@@ -109,9 +109,11 @@ def parts(work: Path, options: argparse.Namespace) -> dict[str, list[str]]:
             f"--limit {6 if quick else LIMIT} -o {{results}}/{setting.name}.json",
         ]
     llama_bench = f"--llama-bench {options.llama_bench}" if options.llama_bench else ""
-    for name, rounds, more in (("passes", 2, llama_bench), ("contexts", 5, "")):
-        script = f"python benchmarks/{name}.py --rounds {1 if quick else rounds} {more}"
-        commands[name] = [f"{script} -o {{results}}/{name}.json"]
+    passes, contexts = f"--rounds 2 {llama_bench}", ""
+    if quick:
+        passes, contexts = "--rounds 1 --threads 1 --context 128", "--rounds 1 --dtype bfloat16"
+    for name, words in (("passes", passes), ("contexts", contexts)):
+        commands[name] = [f"python benchmarks/{name}.py {words} -o {{results}}/{name}.json"]
     return commands
 
 
@@ -147,10 +149,7 @@ def measure(
                 )
     missing = [name for name in commands if name not in log["parts"]]
     for number, name in enumerate(missing, 1):
-        left = len(missing) - number
-        print(
-            f"{name}, then {left} parts; about ten minutes each, a tenth with --quick", flush=True
-        )
+        print(f"{name}, part {number} of {len(missing)}, each at most ten minutes", flush=True)
         began, before = time.time(), others_seconds()
         for line in commands[name]:
             name_of_program, *words = shlex.split(line.format(results=results))
@@ -210,7 +209,8 @@ def main() -> None:
         measure(parts(work, options), results, common, options.replace)
     for page in PAGES:
         text = with_figures((ROOT / page).read_text(), results)
-        write_atomically((work if options.quick else ROOT) / page, text.encode())
+        path = work / Path(page).name if options.quick else ROOT / page
+        write_atomically(path, text.encode())
 
 
 if __name__ == "__main__":
