@@ -154,12 +154,18 @@ def contexts(results: Path) -> Iterator[str]:
 
 def texts(results: Path) -> Iterator[str]:
     """Decoding with two trees over plain decoding, in short texts and in long ones."""
-    yield from header("weights", "text", "tokens before", "tree of six", "chain of two")
-    for dtype, figures in read(results, "contexts")["figures"].items():
-        for text, lengths in figures["texts"].items():
-            for length, trees in lengths.items():
-                speeds = (f"{trees[name]['over_plain'][0]:.2f}x" for name in ("6", "2"))
-                yield row(dtype.replace("auto", "the file's bits"), text, length, *speeds)
+    trees, figures = {"6": "tree of six", "2": "chain of two"}, read(results, "contexts")["figures"]
+    lengths = list(next(iter(next(iter(figures.values()))["texts"].values())))
+    titles = (f"{title}, {length} tokens" for title in trees.values() for length in lengths)
+    yield from header("weights", "text", *titles)
+    for dtype, parts in figures.items():
+        for text, ratios in parts["texts"].items():
+            cells = (
+                f"{ratios[length][tree]['over_plain'][0]:.2f}x"
+                for tree in trees
+                for length in lengths
+            )
+            yield row(dtype.replace("auto", "the file's bits"), text, *cells)
 
 
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
