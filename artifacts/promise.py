@@ -17,8 +17,7 @@ MIN_KINDS = 4
 RESAMPLES = 2_000
 """Samples that are drawn for an interval."""
 MIN_PROMPTS = 8
-"""Fewer prompts say too little of how they differ: those of a kind with fewer are taken to differ
-as those of all kinds do from their kinds."""
+"""Fewer prompts of a kind are taken to differ as those of all kinds do from their kinds."""
 Values = Mapping[str, Sequence[float]]
 """Predicted for each profiled prompt, by kind: its speed-up, or its tokens a step."""
 Ends = tuple[float, float]

@@ -202,8 +202,7 @@ class TokenTree:
     @property
     def all_trees(self) -> list[TokenTree]:
         """The trees by match of this tree, and then of each tree by context."""
-        contexts = [self, *self.by_context.values()]
-        return [tree for context in contexts for tree in context.portfolio.values()]
+        return [t for part in (self, *self.by_context.values()) for t in part.portfolio.values()]
 
     def for_context(self, length: int) -> TokenTree:
         """The tree for a text of so many tokens; it has trees by match of its own."""

@@ -1,7 +1,6 @@
-"""Write the tables and figures of pages from the files that benchmarks/results.py measured.
+"""Write the tables of pages from the files that benchmarks/results.py measured.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; a figure in a sentence between
-`<!-- figure PART KEY KEY ... -->` and `<!-- end -->`.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"<!-- (figure|table) ([^>]+) -->.*?<!-- end -->", re.DOTALL)
+from sequoia_plan.artifacts import BenchResult
+from sequoia_plan.artifacts.bench_result import MethodResult
+from sequoia_plan.planner.report.bench_table import cells
+
+TABLE = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)
 BUSY = 0.1
 """Cores that other programs take, above which a part is named as measured beside other work."""
 METHODS = ("generate", "assisted", "lookup", "plain")
 """The methods of bench beside our tree in a table of speeds."""
 
 
-def with_figures(text: str, results: Path) -> str:
-    """The page with its tables and figures as the files have them."""
+def with_tables(text: str, results: Path) -> str:
+    """The page with its tables as the files have them."""
 
     def filled(match: re.Match[str]) -> str:
-        kind, words = match[1], match[2].split()
-        if kind == "figure":
-            content = figure(read(results, words[0]), words[1:])
-        else:
-            content = "\n" + "\n".join(TABLES[words[0]](results)) + "\n"
-        return f"<!-- {kind} {match[2]} -->{content}<!-- end -->"
+        rows = "\n".join(TABLES[match[1]](results))
+        return f"<!-- table {match[1]} -->\n{rows}\n<!-- end -->"
 
-    return BLOCK.sub(filled, text)
+    return TABLE.sub(filled, text)
 
 
 def read(results: Path, name: str) -> Any:
@@ -39,52 +38,27 @@ def read(results: Path, name: str) -> Any:
     return json.loads((results / f"{name}.json").read_text())
 
 
-def figure(value: Any, keys: list[str]) -> str:
-    """A number, a text, or a ratio with its interval."""
-    for key in keys:
-        value = value[key]
-    if isinstance(value, Mapping):
-        return ratio(value)
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def ratio(value: Mapping[str, float] | None) -> str:
-    """A ratio of speeds with its 95 % interval."""
-    if not value:
-        return ""
-    return f"{value['median']:.2f}x ({value['interval_low']:.2f}-{value['interval_high']:.2f})"
-
-
-def promise(prediction: Mapping[str, Any] | None) -> str:
-    """A predicted speed-up with its interval, if there is one."""
-    if not prediction or not prediction.get("speedup"):
-        return ""
-    interval = prediction.get("interval")
-    ends = f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
-    return f"{prediction['speedup']:.2f}x{ends}"
-
-
-def row(*cells: str) -> str:
+def row(*texts: str) -> str:
     """A line of a table."""
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(texts)} |"
 
 
-def header(*cells: str) -> Iterator[str]:
+def header(*titles: str) -> Iterator[str]:
     """The first two lines of a table."""
-    yield row(*cells)
-    yield "|" + "---|" * len(cells)
+    yield row(*titles)
+    yield "|" + "---|" * len(titles)
 
 
-def benches(results: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def benches(results: Path) -> Iterator[tuple[str, Mapping[str, MethodResult]]]:
     """(weights, T and threads; the methods) of each run of bench, "tree" among them."""
     for part in read(results, "run")["parts"]:
         if part.startswith("bench-"):
-            result = read(results, part)
-            methods, sampling = result["contenders"], result["settings"]["sampling"]
-            methods["tree"] = methods.get("traversal") or methods["sequoia"]
+            result = BenchResult.load(results / f"{part}.json")
+            tree = result.methods.get("traversal") or result.methods["sequoia"]
             _, weights, _, threads, prompts = part.replace("bits", "the file's bits").split("-")
             copies = ", copies" * (prompts == "copies")
-            yield f"{weights}, {sampling['temperature']:g}, {threads}{copies}", methods
+            title = f"{weights}, {result.settings.sampling['temperature']:g}, {threads}{copies}"
+            yield title, {**result.methods, "tree": tree}
 
 
 def machine(results: Path) -> Iterator[str]:
@@ -105,23 +79,19 @@ def speeds(results: Path) -> Iterator[str]:
         tree = methods["tree"]
         yield row(
             title,
-            *(f"{methods[name]['tokens_per_second']['median']:.1f}" for name in names),
-            ratio(tree["speedup"]["plain"]),
-            promise(tree["predicted"]),
-            ratio(tree["speedup"]["generate"]),
+            *(f"{methods[name].tokens_per_second.median:.1f}" for name in names),
+            *cells(tree, tree.speedup["plain"])[:2],
+            cells(tree, tree.speedup["generate"])[0],
         )
 
 
 def kinds(results: Path) -> Iterator[str]:
     """Our tree over plain decoding by kind of prompt, measured and promised."""
-    settings = {title: methods["tree"]["by_kind"] for title, methods in benches(results)}
+    settings = {title: methods["tree"].by_kind for title, methods in benches(results)}
     yield from header("kind", *settings)
     for kind in dict.fromkeys(kind for by_kind in settings.values() for kind in by_kind):
         figures = [by_kind.get(kind) for by_kind in settings.values()]
-        yield row(
-            kind,
-            *(f"{ratio(f['speedup'])}; {promise(f['predicted'])}" if f else "" for f in figures),
-        )
+        yield row(kind, *("; ".join(cells(f, f.speedup)[:2]) if f else "" for f in figures))
 
 
 def passes(results: Path, of_prompts: bool = False) -> Iterator[str]:
@@ -134,10 +104,10 @@ def passes(results: Path, of_prompts: bool = False) -> Iterator[str]:
     yield from header("threads, slots", "pass", *(f"{number} rows" for number in rows))
     for name, ways in chosen.items():
         for way, times in ways.items():
-            cells = (
+            shown = (
                 f"{time['ms'][0]:.1f} ({time['over_ours'][0]:.2f}x)" for time in times.values()
             )
-            yield row(name.replace(" of context", ""), way, *cells)
+            yield row(name.replace(" of context", ""), way, *shown)
 
 
 def contexts(results: Path) -> Iterator[str]:
@@ -160,12 +130,12 @@ def texts(results: Path) -> Iterator[str]:
     yield from header("weights", "text", *titles)
     for dtype, parts in figures.items():
         for text, ratios in parts["texts"].items():
-            cells = (
+            shown = (
                 f"{ratios[length][tree]['over_plain'][0]:.2f}x"
                 for tree in trees
                 for length in lengths
             )
-            yield row(dtype.replace("auto", "the file's bits"), text, *cells)
+            yield row(dtype.replace("auto", "the file's bits"), text, *shown)
 
 
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {

@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pages import METHODS, with_figures
+from pages import METHODS, with_tables
 from reports import write_report
 
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.processor import processor_name
-from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, load
+from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, by_kind, load
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -119,18 +119,13 @@ def parts(work: Path, options: argparse.Namespace) -> dict[str, list[str]]:
 
 def write_prompts(path: Path, prompts: list[Prompt], names: dict[str, str], default: str) -> None:
     """Write as many prompts of each kind, taken evenly from the first to the last."""
-    by_kind: dict[str, list[str]] = {}
-    for prompt in prompts:
-        if kind := names.get(prompt.kind or "", default):
-            line = json.dumps({"kind": kind, "text": prompt.text})
-            by_kind.setdefault(kind, []).append(line)
-    lines = [line for group in by_kind.values() for line in evenly(group, PER_KIND)]
-    write_atomically(path, ("\n".join(lines) + "\n").encode())
-
-
-def evenly(lines: list[str], number: int) -> list[str]:
-    """So many of the lines, at equal distances."""
-    return [lines[i * len(lines) // number] for i in range(min(number, len(lines)))]
+    named = [Prompt(prompt.text, names.get(prompt.kind or "", default)) for prompt in prompts]
+    lines = []
+    for kind, group in by_kind([prompt for prompt in named if prompt.kind]).items():
+        for place in range(min(PER_KIND, len(group))):
+            text = group[place * len(group) // PER_KIND].text
+            lines.append(json.dumps({"kind": kind, "text": text}) + "\n")
+    write_atomically(path, "".join(lines).encode())
 
 
 def measure(
@@ -208,7 +203,7 @@ def main() -> None:
         common = stamp("prompts of Spec-Bench" if options.spec_bench else "prompts of our own")
         measure(parts(work, options), results, common, options.replace)
     for page in PAGES:
-        text = with_figures((ROOT / page).read_text(), results)
+        text = with_tables((ROOT / page).read_text(), results)
         path = work / Path(page).name if options.quick else ROOT / page
         write_atomically(path, text.encode())
 

@@ -100,6 +100,7 @@ def compare(
     """
     context = sum(map(len, prompts)) // max(len(prompts), 1)
     chosen, models, plan = set(only or TITLES), pair.metadata, tree.for_context(context).plan
+    settings = sampling.settings()
     transformers_pair = pair
     if pair.placement == FUSED and TRANSFORMERS_METHODS & chosen:
         transformers_pair = load_transformers_pair()
@@ -115,7 +116,7 @@ def compare(
     work = [
         models,
         list(map(list, prompts)),
-        sampling.settings(),
+        settings,
         tokens,
         list(methods),
         shapes,
@@ -125,8 +126,7 @@ def compare(
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
         method_tree, verifier = trees[name]
-        planned_tree = method_tree.for_context(context)
-        prediction = prediction_for(planned_tree, verifier, plan, sampling.settings())
+        prediction = prediction_for(method_tree.for_context(context), verifier, plan, settings)
         is_predicted = bool(prediction.speedup) and method_tree == tree
         figures[name] = structs.replace(figures[name], prediction=prediction)
         if is_predicted and plan.text_speedups:
@@ -137,7 +137,7 @@ def compare(
     num_prompts = len(next(iter(runs.values())))
     dtype = dtype_name(pair.target.dtype)
     return BenchResult(
-        settings=BenchSettings(sampling.settings(), dtype, num_prompts, tokens),
+        settings=BenchSettings(settings, dtype, num_prompts, tokens),
         models=models,
         hardware=hardware,
         methods=figures,

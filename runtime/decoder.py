@@ -259,8 +259,7 @@ class SequoiaDecoder:
             step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
             length = prompt.numel() - 1
             if step.lookup:
-                match_length = int(step.look_up())
-                step = self.step_of_tree[tree.for_context(length).for_match(match_length)]
+                step = self.step_of_tree[tree.for_context(length).for_match(int(step.look_up()))]
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:

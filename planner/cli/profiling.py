@@ -144,14 +144,16 @@ def profile(
             "trained on"
         )
     if as_json:
+        assert measured.latency
         print_json(
             {
                 "output": output,
                 "acceptance": measured.acceptance.pooled().tolist(),
                 "verifier": measured.verifier,
                 "prompts": {kind: len(texts) for kind, texts in measured.prompts.items()},
+                "target": measured.latency.target,
+                "draft": measured.latency.draft,
             }
-            | {role: getattr(measured.latency, role) for role in ("target", "draft")}
         )
         return
     click.echo(_describe_prompts(measured, len(measured_prompts), len(all_prompts)))

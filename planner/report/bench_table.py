@@ -129,19 +129,19 @@ def table(result: BenchResult) -> Table:
     columns = ["", "over plain", "predicted", "tokens a step", "predicted", "tokens/s"]
     rows, is_ours = [], []
     for name, method in result.methods.items():
-        cells = _cells(method, method.speedup.get("plain"))
+        shown = cells(method, method.speedup.get("plain"))
         if name == "plain":
-            cells[:2] = "1", "-"
+            shown[:2] = "1", "-"
         speed, first = method.tokens_per_second.median, method.first_token_seconds.median
-        rows.append([method.title, *cells, f"{speed:.1f}", f"{first * 1000:.0f} ms"])
+        rows.append([method.title, *shown, f"{speed:.1f}", f"{first * 1000:.0f} ms"])
         is_ours.append(name in TREE_METHODS)
         for kind, part in method.by_kind.items():
-            rows.append([f"  {kind} ({part.prompts})", *_cells(part, part.speedup), "", ""])
+            rows.append([f"  {kind} ({part.prompts})", *cells(part, part.speedup), "", ""])
             is_ours.append(False)
     return Table([*columns, "first token"], rows, is_ours)
 
 
-def _cells(part: MethodResult | KindResult, ratio: Ratio | None) -> list[str]:
+def cells(part: MethodResult | KindResult, ratio: Ratio | None) -> list[str]:
     """Measured and predicted speed-up, and tokens a step."""
     prediction = part.prediction or Prediction()
     speedup = f"{ratio.median:.2f}x ({_ends(ratio, '-')})" if ratio else "-"

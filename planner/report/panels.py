@@ -98,8 +98,8 @@ def tokens_panel(tree: TokenTree, axes: Any) -> None:
     tokens = best_values[possible_sizes - 1]
     axes.plot(possible_sizes, tokens, color=GREEN, lw=2.6, label="this acceptance's best tree")
     chains = (TokenTree.chain(min(int(size), depth)) for size in sizes)
-    chain_tokens = [expected_tokens(chain, acceptance.rates) for chain in chains]
-    axes.plot(sizes, chain_tokens, color=PURPLE, linewidth=1.8, label="one chain")
+    tokens = [expected_tokens(chain, acceptance.rates) for chain in chains]
+    axes.plot(sizes, tokens, color=PURPLE, linewidth=1.8, label="one chain")
     own_tokens = expected_tokens(tree, acceptance.rates)
     axes.plot(
         tree.size, own_tokens, "o", color=GREEN, ms=9, markeredgecolor="white", label="this tree"

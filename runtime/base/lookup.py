@@ -29,7 +29,7 @@ class Lookup(NamedTuple):
         if len(trees) == 1:
             return None
         spines = [int((t.classes == 0).sum()) - 1 for t in trees if t.looks_up]
-        matches = [match_length for t in trees for match_length in t.by_match]
+        matches = (length for t in trees for length in t.by_match)
         return cls(max([MAX_MATCH, *matches]), max([1, *spines]))
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_damaged_bytes(parts, seed, tmp_path):
             data[chance.randrange(min(len(data), 3000))] = chance.randrange(256)
         path.write_bytes(data)
         message = error_of(str(path if write_draft is write_file else folder))
-        is_of_the_file = "a-draft" in message or message.startswith("draft: ")
+        is_of_the_file = "a-draft" in message or re.match("draft: .*logits .*not finite", message)
         assert message == "" or is_of_the_file
 
 

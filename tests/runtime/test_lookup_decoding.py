@@ -78,9 +78,8 @@ def test_a_tree_chosen_by_what_was_drawn_is_wrong(monkeypatch):
 
 
 PORTFOLIO = by_match([0, 0, 1, 1], m1=DEEP, m2=SIBLINGS, m3=looking_up(*range(9)))
-BY_CONTEXT = TokenTree.from_parents([-1, 0, 0, 1])
 BY_CONTEXT = replace(
-    BY_CONTEXT, by_context={20: TokenTree.chain(1), 40: by_match([0], m1=SIBLINGS)}
+    by_match([0, 0, 1]), by_context={20: TokenTree.chain(1), 40: by_match([0], m1=SIBLINGS)}
 )
 LOOKUP_ALONE = by_match([], m1=CHAIN, m3=looking_up(*range(9)))
 
