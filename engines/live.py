@@ -1,6 +1,5 @@
 """A server that runs already: what its timings and counters say. Nothing is changed there."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import chain, product
 from typing import Any
@@ -74,11 +73,9 @@ def diagnose_llama_server(
     report_status("timing steps")
     rooms = product(prompts[:3], range(length + 1))
     short = (server.generate(prompt, room + 2, True) for prompt, room in rooms)
-    seconds: defaultdict[int, list[float]] = defaultdict(list)
-    for step in filter(lambda step: step.is_single, chain(*recorded, *short)):
-        seconds[step.drafted].append(step.seconds)
+    times = StepTimes(tuple(timed_steps(chain(*recorded, *short))))
     return make_plan(
-        [(ChainModel(acceptance, length), StepTimes(tuple(timed_steps(seconds))))],
+        [(ChainModel(acceptance, length), times)],
         [1],
         lambda part: tuple(
             f"--spec-draft-n-max {entry.speculative_tokens}"

@@ -6,9 +6,9 @@ length (n-max), threshold (p-min), and lookup.
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ from sequoia_plan.engines.workload import EngineRun, RunKind, text_before
 
 NEVER = 1.01
 """A threshold that no token reaches: the draft makes one pass and proposes nothing."""
-TIMING_ROUNDS = 3
+TIMING_ROUNDS = 12
+"""Rounds in which steps of every length are timed, spread over the recording of texts."""
 PLAIN_TOKENS = 20
 """Tokens of a request that times steps without speculation."""
 TIMED_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33)
@@ -51,6 +52,11 @@ PERIOD = 48
 """Tokens of a text that is repeated to time lookups: more than are looked up."""
 COPIED = Drafting(lookup_size=3, lookup_length=TIMED_WIDTHS[-1] - 1)
 """In a text that repeats, a pattern of three tokens is found one period before."""
+
+
+Chains = list[list[Proposal]]
+TimedSteps = defaultdict[Drafting, list[ChainStep]]
+"""Steps of each server."""
 
 
 @dataclass(kw_only=True)
@@ -117,20 +123,20 @@ class LlamaCppPool(EnginePool):
         return [server.generate(self.prompt(i, context), tokens) for i in prompts]
 
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
-        """Decodes prompts."""
+        """Decodes prompts. A step takes the median of those that drafted as much.
+
+        Other work on the machine makes a few steps in a row take half as long again.
+        """
         steps = [*chain.from_iterable(self.decode(kind.drafting, prompts, kind.context))]
-        tokens = sum(step.tokens for step in steps)
-        return EngineRun(sum(step.seconds for step in steps), len(steps), tokens)
+        usual = {each.speculative_tokens: each.seconds for each in timed_steps(steps)}
+        seconds = sum(usual[step.drafted] if step.is_single else step.seconds for step in steps)
+        return EngineRun(seconds, len(steps), sum(step.tokens for step in steps))
 
     def measure(self, max_length: int, context: int) -> tuple[ReplayModel, StepTimes]:
-        """Times steps, and records what is replayed.
-
-        Of lookups before a draft, those before the best chain are predicted.
-        """
+        """Measures what is replayed; of lookups before a draft, those before its best chain."""
         recording = Drafting(max_length + 4)
-        self.logged |= {recording, Drafting(recording.length, NEVER)}
-        times = self._time(context, recording)
-        texts, recorded = self.record(context, recording)
+        texts, recorded, timed = self.record(context, recording)
+        times = self._step_times(timed, context, recording)
         draftings = candidates(max_length if self.draft_type else 0)
         model = ReplayModel(texts, draftings, acceptance_of(recorded, self.source(context)))
         best = NONE
@@ -150,100 +156,71 @@ class LlamaCppPool(EnginePool):
 
     def record(
         self, context: int, recording: Drafting
-    ) -> tuple[list[DraftedText], list[list[ChainStep]]]:
-        """Decodes the prompts to measure on: their texts, and steps with long chains."""
-        self.report_status("recording texts and chains")
-        measuring, limit = self.workload.measuring, self.workload.tokens
-        prompts = [self.prompt(i, context) for i in measuring]
-        tokens = self._texts(NONE, prompts)
-        if not self.draft_type:
-            texts = [*map(DraftedText, repeat(limit), prompts, tokens)]
-            return texts, [text.replay(COPIED) for text in texts]
-        self._logged(recording)  # of another context, and of steps that were timed
-        recorded = self.decode(recording, measuring, context)
-        # some drafts log nothing: no threshold can be planned for them
-        chains = iter(
-            self._logged(recording)
-            or [[Proposal(1.0, False)] * step.drafted for step in chain(*recorded) if step.drafted]
-        )
-        bonus = self.running[recording].bonus
-        texts = [
-            replace(drafted_text(steps, chains, limit), prompt=prompt, tokens=own, bonus=bonus)
-            for steps, prompt, own in zip(recorded, prompts, tokens, strict=True)
-        ]
-        if self.draft_type in HIDDEN_STATE_TYPES:
-            texts = self._with_first_tokens(texts, recording)
-        return texts, recorded
+    ) -> tuple[list[DraftedText], list[list[ChainStep]], TimedSteps]:
+        """Decodes the prompts to measure on: their texts, steps with long chains, and timed steps.
 
-    def _logged(self, key: Drafting) -> list[list[Proposal]]:
-        """The chains that a server has logged since the last call."""
-        self.ensure_running([key])
-        return self.running[key].logged_chains()
-
-    def _texts(self, key: Drafting, prompts: Iterable[Sequence[int]]) -> list[list[int]]:
-        """The token ids that a server writes after prompts."""
-        self.ensure_running([key])
-        return [self.running[key].text(prompt, self.workload.tokens) for prompt in prompts]
-
-    def _with_first_tokens(
-        self, texts: Sequence[DraftedText], recording: Drafting
-    ) -> list[DraftedText]:
-        """Adds the first token that the draft proposes at each position.
-
-        The server's threshold lets no token through, so that every position is the begin of a
-        chain, but the log has the token that would have been drafted.
+        Servers alternate, so that a drift of the machine's speed affects all.
         """
-        key = Drafting(recording.length, NEVER)
-        self._logged(key)
-        tokens = self._texts(key, [text.prompt for text in texts])
-        chains = iter(self._logged(key))
-        # the first token of a text is the prompt's, and the last one of a whole text is not drafted
-        last = self.workload.tokens - 1
-        return [
-            replace(
-                text,
-                first=[
-                    proposed._replace(agrees=proposed.candidates[0] == token)
-                    for token, (proposed, *_) in zip(own[1:last], chains, strict=False)
-                ],
-            )
-            for text, own in zip(texts, tokens, strict=True)
-        ]
-
-    def _time(self, context: int, recording: Drafting) -> StepTimes:
-        """Times steps of every length.
-
-        A request has no room for longer chains than its tokens, so that one server shows the steps
-        of all lengths. Servers alternate, so that a drift of the machine's speed affects all.
-        """
-        rooms: dict[Any, Sequence[int]] = {
+        timed: TimedSteps = defaultdict(list)
+        begins = Drafting(recording.length, NEVER)
+        self.logged |= {recording, begins}
+        reads_states = self.draft_type in HIDDEN_STATE_TYPES
+        drafts = [recording] * bool(self.draft_type) + [begins] * reads_states
+        rooms: dict[Drafting, Sequence[int]] = {
             NONE: [PLAIN_TOKENS],
             COPIED: [width - 1 for width in TIMED_WIDTHS],
+            recording: range(recording.length + 1),
         }
-        if self.draft_type:
-            rooms[recording] = range(recording.length + 1)
-        seconds: defaultdict[tuple[Any, int], list[float]] = defaultdict(list)
-        for group in self.groups(rooms):
-            for round_index in range(TIMING_ROUNDS):
-                self.report_status(f"timing steps, round {round_index + 1} of {TIMING_ROUNDS}")
+        notes: defaultdict[Drafting, list[Any]] = defaultdict(list)
+        num_prompts = self.workload.num_measuring
+        for group in self.groups([NONE, COPIED, *drafts]):
+            for index in self.workload.measuring:
+                self.report_status(f"recording and timing, text {index + 1} of {num_prompts}")
                 self.ensure_running(group)
-                index = round_index % self.workload.num_measuring
                 prompt = self.prompt(index, context)
-                text = repeated(prompt, context or len(prompt))
-                for key, room in chain.from_iterable(zip(repeat(k), rooms[k]) for k in group):
-                    server = self.running[key]
-                    start = text if key == COPIED else prompt
-                    steps = server.generate(start, room + 2, key != NONE)
-                    if key == COPIED and not steps[0].drafted:  # it must go on to repeat
-                        bias = [[text[-PERIOD], 100.0]]
-                        steps = server.generate(start, room + 2, True, logit_bias=bias)
-                    for step in filter(lambda step: step.is_single, steps):
-                        seconds[key, step.drafted].append(step.seconds)
+                begin, end = (i * TIMING_ROUNDS // num_prompts for i in (index, index + 1))
+                # as many rounds at every number of prompts
+                for _, key in product(range(begin, end), group):
+                    timed[key] += self._timed(key, rooms.get(key, ()), prompt, context)
+                for key in {*group} - {COPIED}:
+                    notes[key].append(self._record(key, prompt))
+        bonus = 1 + is_recurrent(self.target)
+        texts = [
+            DraftedText(self.workload.tokens, self.prompt(index, context), tokens, bonus=bonus)
+            for index, (tokens, _) in enumerate(notes[NONE])
+        ]
+        if not self.draft_type:
+            return texts, [text.replay(COPIED) for text in texts], timed
+        texts = [*map(with_proposals, texts, notes[recording])]
+        if reads_states:
+            texts = [*map(with_first_tokens, texts, notes[begins])]
+        return texts, [steps for steps, _ in notes[recording]], timed
 
-        def timed(server: Drafting) -> list[StepSeconds]:
-            return timed_steps({n: taken for (key, n), taken in seconds.items() if key == server})
+    def _record(self, key: Drafting, prompt: Sequence[int]) -> tuple[list[Any], Chains]:
+        """The token ids or the steps after a prompt, and the chains that the server has logged."""
+        server, tokens = self.running[key], self.workload.tokens
+        if key == NONE:
+            return server.text(prompt, tokens), []
+        server.logged_chains()  # of steps that were timed
+        decode = server.text if key.min_prob == NEVER else server.generate
+        return decode(prompt, tokens), server.logged_chains()
 
-        plain, copied, drafted = timed(NONE), timed(COPIED), timed(recording)
+    def _timed(
+        self, key: Drafting, rooms: Iterable[int], prompt: Sequence[int], context: int
+    ) -> Iterator[ChainStep]:
+        """Steps of a server in requests that have no room for longer chains than so many tokens."""
+        server = self.running[key]
+        text = repeated(prompt, context or len(prompt)) if key == COPIED else prompt
+        for room in rooms:
+            steps = server.generate(text, room + 2, key != NONE)
+            if key == COPIED and not steps[0].drafted:  # it must go on to repeat
+                bias = [[text[-PERIOD], 100.0]]
+                steps = server.generate(text, room + 2, True, logit_bias=bias)
+            yield from steps
+
+    def _step_times(self, timed: TimedSteps, context: int, recording: Drafting) -> StepTimes:
+        """Steps of every length, without a draft and with it."""
+        plain, copied, drafted = (timed_steps(timed[key]) for key in (NONE, COPIED, recording))
         passes = {step.speculative_tokens + 1: step.seconds for step in (*copied, *plain)}
         times = StepTimes(tuple(plain), context, target_seconds=passes)
         return self._with_draft(times, *drafted) if self.draft_type else times
@@ -284,8 +261,31 @@ class LlamaCppPool(EnginePool):
         return (shlex.join(words),) if words else ()
 
 
-def timed_steps(seconds: Mapping[int, Sequence[float]]) -> list[StepSeconds]:
-    """The median seconds of steps by their drafted tokens."""
+def with_proposals(text: DraftedText, note: tuple[list[ChainStep], Chains]) -> DraftedText:
+    """Adds what a draft proposed along a text. Some log nothing: no p-min can be planned."""
+    steps, logged = note
+    unknown = ([Proposal(1.0, False)] * step.drafted for step in steps if step.drafted)
+    drafted = drafted_text(steps, iter(logged or unknown), text.limit)
+    return replace(text, proposals=drafted.proposals, tails=drafted.tails)
+
+
+def with_first_tokens(text: DraftedText, note: tuple[list[int], Chains]) -> DraftedText:
+    """Adds the first token that the draft proposes at each position.
+
+    The threshold let no token through: every position began a chain, and the log has its token.
+    """
+    tokens, chains = note
+    # the first token of a text is the prompt's, and the last one of a whole text is not drafted
+    proposed = zip(tokens[1 : text.limit - 1], chains, strict=False)
+    first = [one._replace(agrees=one.candidates[0] == token) for token, (one, *_) in proposed]
+    return replace(text, first=first)
+
+
+def timed_steps(steps: Iterable[ChainStep]) -> list[StepSeconds]:
+    """The median seconds of single steps by their drafted tokens."""
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for step in filter(lambda step: step.is_single, steps):
+        seconds[step.drafted].append(step.seconds)
     return [step_seconds(1, n, np.array(times)) for n, times in sorted(seconds.items())]
 
 

@@ -74,7 +74,7 @@ NONE = Drafting()
 
 
 class MeasuredCell(Artifact, frozen=True):
-    """What an engine achieved on prompts not used before: the median over runs."""
+    """What an engine achieved on prompts not used before, in all runs."""
 
     throughput: float
     tokens_per_step: float

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,11 +19,7 @@ from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.prediction import StepModel, best_drafting, predict_cells
 from sequoia_plan.engines.timing import StepTimes, step_times
 from sequoia_plan.engines.vllm import VllmPool
-from sequoia_plan.engines.workload import (
-    EngineRun,
-    RunKind,
-    measured_cell,
-)
+from sequoia_plan.engines.workload import EngineRun, RunKind, measured_cell
 
 TIMING_ROUNDS = 6
 FREE = "no setting passes, with this draft and its tokens free"
@@ -117,14 +113,10 @@ def plan_of(
 
 def _make_schedule(model: StepModel, times: StepTimes, max_batch: int) -> tuple[ScheduleEntry, ...]:
     """The best number of speculative tokens for each batch size from 1 to `max_batch`."""
-    schedule: list[ScheduleEntry] = []
-    for batch in range(1, max_batch + 1):
-        length = best_drafting(model, times, batch).length
-        if schedule and schedule[-1].speculative_tokens == length:
-            schedule[-1] = replace(schedule[-1], last=batch)
-        else:
-            schedule.append(ScheduleEntry(batch, batch, length))
-    return tuple(schedule)
+    every = range(1, max_batch + 1)
+    by_length = groupby(every, lambda batch: best_drafting(model, times, batch).length)
+    alike = ((length, [*batches]) for length, batches in by_length)
+    return tuple(ScheduleEntry(batches[0], batches[-1], length) for length, batches in alike)
 
 
 def best_by(cells: Iterable[Cell], key: Callable[[Drafting], Any]) -> list[Cell]:

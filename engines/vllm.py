@@ -156,9 +156,8 @@ class VllmPool(EnginePool):
 def typical_seconds(step_seconds: Sequence[float]) -> float:
     """Seconds of a step, from the successive steps of a run: the median over portions of it.
 
-    Another program makes a few steps in a row take several times as long. Means of long runs nearly
-    always hold some, and the median over short rounds holds none: what was timed would then not be
-    what is verified. A portion holds several steps, since chains may be drafted in some only.
+    Another program makes a few steps in a row take several times as long, which a mean would hold.
+    A portion holds several steps, since chains may be drafted in some only.
     """
     portions = np.array_split(step_seconds, max(len(step_seconds) // STEPS_PER_PORTION, 1))
     return float(np.median([portion.mean() for portion in portions]))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
-import numpy as np
-
 from sequoia_plan.artifacts import prompts as prompt_files
 from sequoia_plan.artifacts.prompts import PromptText
 from sequoia_plan.engines.plan import Drafting, MeasuredCell
@@ -58,8 +56,7 @@ class Workload:
         return range(self.num_measuring, len(self.prompts))
 
 
-@dataclass(frozen=True)
-class EngineRun:
+class EngineRun(NamedTuple):
     """The full steps of a run: those that yielded tokens for every request."""
 
     seconds: float
@@ -71,13 +68,8 @@ def measured_cell(runs: Sequence[EngineRun] | None, batch: int) -> MeasuredCell 
     """Summarizes runs of one kind, if there are any."""
     if not runs:
         return None
-    throughputs = [run.tokens / run.seconds for run in runs]
-    num_steps = sum(run.steps for run in runs)
-    return MeasuredCell(
-        float(np.median(throughputs)),
-        sum(run.tokens for run in runs) / (num_steps * batch),
-        float(np.median([run.seconds / run.steps for run in runs])),
-    )
+    seconds, num_steps, tokens = map(sum, zip(*runs, strict=True))
+    return MeasuredCell(tokens / seconds, tokens / (num_steps * batch), seconds / num_steps)
 
 
 def text_before(texts: Sequence[Sequence[int]], first: int, size: int) -> list[int]:

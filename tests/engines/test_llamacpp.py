@@ -100,7 +100,7 @@ def test_a_replay_is_what_the_server_does(draft, settings):
     few texts may differ.
     """
     with pool(draft, tokens=48) as servers:
-        texts, _ = servers.record(0, RECORDING)
+        texts, *_ = servers.record(0, RECORDING)
         same = []
         num_drafted = 0
         for drafting in settings:
@@ -116,7 +116,7 @@ def test_a_replay_is_what_the_server_does(draft, settings):
 def test_a_replay_of_eagle3_is_near_what_the_server_does():
     """Its proposals depend on where a chain begins, so the replay is an approximation."""
     with pool(EAGLE3, "draft-eagle3") as servers:
-        texts, _ = servers.record(0, RECORDING)
+        texts, *_ = servers.record(0, RECORDING)
         for drafting in (Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)):
             num_steps = sum(map(len, servers.decode(drafting, servers.workload.measuring)))
             num_replayed = sum(len(text.replay(drafting)) for text in texts)
