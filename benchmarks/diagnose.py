@@ -144,24 +144,22 @@ def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
         model = replace(model, draftings=[*model.draftings, *JOINED * bool(draft_type)])
         cells = {cell.drafting: cell for cell in predict_cells(model, times, 1)}
         result["planning_seconds"] = time.perf_counter() - start_time
-        best = max(cells.values(), key=speed).drafting
-        draftings = [NONE, *(CHAINS + JOINED) * bool(draft_type), *LOOKUPS, best]
+        draftings = [NONE, *(CHAINS + JOINED) * bool(draft_type), *LOOKUPS]
         if arguments.grid:
             result["grid"] = searched(pool, cells)
         else:
-            kinds = [RunKind(drafting) for drafting in dict.fromkeys(draftings)]
+            draftings.append(max(cells, key=lambda each: speed(cells[each])))
+            kinds = [*map(RunKind, dict.fromkeys(draftings))]
             parts = arguments.repeats
             measured = measure_kinds(pool, kinds, parts, pool.workload.held_out, parts)
             rows = [comparison(kind, cells[kind.drafting], measured[kind]) for kind in kinds]
-            print(*rows, sep="\n", flush=True)
             result |= summary(rows)
         result["target_seconds"] = dict(times.target_seconds)
     pairs = []
     if arguments.output.exists():
         pairs = json.loads(arguments.output.read_text())["pairs"]
     pairs = [*(pair for pair in pairs if pair["name"] != result["name"]), result]
-    keys = ("within_10_percent", "cells")
-    return {"pairs": pairs, **{key: sum(pair.get(key, 0) for pair in pairs) for key in keys}}
+    return {"pairs": pairs}
 
 
 speed = attrgetter("throughput")
@@ -169,23 +167,18 @@ speed = attrgetter("throughput")
 
 def searched(pool: LlamaCppPool, cells: Mapping[Drafting, Cell]) -> dict[str, Any]:
     """Every setting of the grid, measured on the prompts of the plan, and the plan's choice."""
-    chosen = max((cell for cell in cells.values() if cell.drafting.is_chain), key=speed)
-    start_time = time.perf_counter()
-    kinds = [*map(RunKind, dict.fromkeys([*GRID, chosen.drafting]))]
-    prompts = pool.workload.measuring
-    measured = measure_kinds(pool, kinds, 1, prompts)
+    chosen = max(GRID, key=lambda each: speed(cells[each]))
+    start_time, prompts = time.perf_counter(), pool.workload.measuring
+    measured = measure_kinds(pool, [*map(RunKind, GRID)], 1, prompts)
     seconds = time.perf_counter() - start_time
-    finalists = sorted(kinds, key=lambda kind: -speed(measured[kind]))[:3]
-    kinds = [*dict.fromkeys([*finalists, RunKind(chosen.drafting)])]
-    # the best of many noisy values is too high, so they are measured again
-    again = measure_kinds(pool, kinds, 3, prompts)
-    best = max(again, key=lambda kind: speed(again[kind]))
+    best = sorted(measured, key=lambda kind: -speed(measured[kind]))[:3]
+    # the best of many noisy values is too high, so it is measured again
+    finalists = [*dict.fromkeys([RunKind(chosen), *best])]
+    again = [*map(speed, measure_kinds(pool, finalists, 3, prompts).values())]
     return {
         "seconds": seconds,
-        "chosen": str(chosen.drafting),
-        "best": str(best.drafting),
-        "chosen_over_best": speed(again[RunKind(chosen.drafting)]) / speed(again[best]),
-        "again": {str(kind.drafting): speed(cell) for kind, cell in again.items()},
+        "chosen": str(chosen),
+        "chosen_over_best": again[0] / max(again),
         "predicted_and_measured": {
             str(kind.drafting): [speed(cells[kind.drafting]), speed(cell)]
             for kind, cell in measured.items()

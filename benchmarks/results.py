@@ -161,9 +161,7 @@ def measure(
 def others_seconds() -> float:
     """Processor seconds since the start of the machine that this run did not take."""
     user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
-    own = os.times()
-    busy = (user + nice + system) / os.sysconf("SC_CLK_TCK")
-    return busy - (own.user + own.system + own.children_user + own.children_system)
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def stamp(prompts: str) -> dict[str, Any]:

@@ -212,10 +212,7 @@ class ReplayModel:
         return {**replayed, **self.recorded}
 
     def improved(self, gain: float) -> ReplayModel:
-        """The model of chains alone, with a draft that is right more often.
-
-        Wrong proposals become right and certain at random.
-        """
+        """The model with a draft that is right more often: some wrong proposals become so."""
         rng = random.Random(0)
         wrong = [p for text in self.texts for p in text.proposals if not p.agrees]
         share = gain * sum(len(text.proposals) for text in self.texts) / max(len(wrong), 1)
@@ -228,8 +225,7 @@ class ReplayModel:
             replace(text, proposals=better(text.proposals), first=better(text.first))
             for text in self.texts
         ]
-        chains = [drafting for drafting in self.draftings if drafting.is_chain]
-        return replace(self, texts=texts, draftings=chains, recorded={})
+        return replace(self, texts=texts)
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
         """The mean step of all texts. The error is from how texts differ and from the times."""

@@ -10,13 +10,7 @@ from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.chain_replay import NOTHING_DRAFTED, acceptance_of
 from sequoia_plan.engines.llama_server import Server
 from sequoia_plan.engines.llamacpp import timed_steps
-from sequoia_plan.engines.plan import (
-    Cell,
-    ContextPlan,
-    Drafting,
-    EnginePlan,
-    StepSeconds,
-)
+from sequoia_plan.engines.plan import Cell, ContextPlan, Drafting, EnginePlan, StepSeconds
 from sequoia_plan.engines.planning import make_plan
 from sequoia_plan.engines.timing import StepTimes
 from sequoia_plan.engines.workload import Workload

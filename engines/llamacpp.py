@@ -173,14 +173,13 @@ class LlamaCppPool(EnginePool):
         }
         notes: defaultdict[Drafting, list[Any]] = defaultdict(list)
         num_prompts = self.workload.num_measuring
+        rounds = [i * num_prompts // TIMING_ROUNDS for i in range(TIMING_ROUNDS)]
         for group in self.groups([NONE, COPIED, *drafts]):
             for index in self.workload.measuring:
                 self.report_status(f"recording and timing, text {index + 1} of {num_prompts}")
                 self.ensure_running(group)
                 prompt = self.prompt(index, context)
-                begin, end = (i * TIMING_ROUNDS // num_prompts for i in (index, index + 1))
-                # as many rounds at every number of prompts
-                for _, key in product(range(begin, end), group):
+                for _, key in product(range(rounds.count(index)), group):
                     timed[key] += self._timed(key, rooms.get(key, ()), prompt, context)
                 for key in {*group} - {COPIED}:
                     notes[key].append(self._record(key, prompt))

@@ -1,5 +1,7 @@
 """A diagnosis of speculation in an engine: what was measured, what is predicted, and the plan."""
 
+from collections.abc import Sequence
+
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact
 
@@ -102,6 +104,12 @@ class Cell(Artifact, frozen=True):
         return self.drafting.length
 
 
+def best_of(cells: Sequence[Cell]) -> Cell:
+    """The fastest cell of a batch size if its whole interval is above the first one, none."""
+    best = max(cells, key=lambda cell: cell.throughput)
+    return best if best.low > cells[0].throughput else cells[0]
+
+
 class ScheduleEntry(Artifact, frozen=True):
     """The best number of speculative tokens from a batch size to another, or beyond the last."""
 
@@ -147,8 +155,8 @@ class ContextPlan(Artifact, frozen=True):
         return [cell for cell in self.cells if cell.batch == batch]
 
     def best_cell(self, batch: int) -> Cell:
-        """The cell of a batch size with the highest throughput; of equal ones the first."""
-        return max(self.cells_at(batch), key=lambda cell: cell.throughput)
+        """The cell to take at a batch size."""
+        return best_of(self.cells_at(batch))
 
 
 class EnginePlan(Artifact, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from sequoia_plan.engines.plan import (
     Drafting,
     EnginePlan,
     ScheduleEntry,
+    best_of,
 )
 from sequoia_plan.engines.pool import EnginePool
 from sequoia_plan.engines.prediction import StepModel, best_drafting, predict_cells
@@ -114,9 +115,9 @@ def plan_of(
 def _make_schedule(model: StepModel, times: StepTimes, max_batch: int) -> tuple[ScheduleEntry, ...]:
     """The best number of speculative tokens for each batch size from 1 to `max_batch`."""
     every = range(1, max_batch + 1)
-    by_length = groupby(every, lambda batch: best_drafting(model, times, batch).length)
-    alike = ((length, [*batches]) for length, batches in by_length)
-    return tuple(ScheduleEntry(batches[0], batches[-1], length) for length, batches in alike)
+    best = (best_of(predict_cells(model, times, batch)) for batch in every)
+    alike = ([*cells] for _, cells in groupby(best, lambda cell: cell.drafting.length))
+    return tuple(ScheduleEntry(a[0].batch, a[-1].batch, a[0].drafting.length) for a in alike)
 
 
 def best_by(cells: Iterable[Cell], key: Callable[[Drafting], Any]) -> list[Cell]:

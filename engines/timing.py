@@ -1,7 +1,7 @@
 """Seconds of an engine's steps, from rounds of timed steps."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -85,15 +85,12 @@ def step_seconds(batch: int, length: int, seconds: Floats) -> StepSeconds:
 
 def step_times(rounds: Mapping[RunKind, Sequence[EngineRun]], context: int) -> StepTimes:
     """Seconds of a step at one context: the median over rounds that had such steps."""
-    timed = ((kind, seconds_per_step(runs)) for kind, runs in rounds.items())
+    seconds = {
+        k: [run.seconds / run.steps for run in runs if run.steps] for k, runs in rounds.items()
+    }
     steps = (
-        step_seconds(kind.batch, kind.drafting.length, seconds)
-        for kind, seconds in timed
-        if kind.context == context and len(seconds)
+        step_seconds(kind.batch, kind.drafting.length, np.array(timed))
+        for kind, timed in seconds.items()
+        if kind.context == context and timed
     )
     return StepTimes(tuple(steps), context)
-
-
-def seconds_per_step(runs: Iterable[EngineRun]) -> Floats:
-    """float64 [runs with steps]."""
-    return np.array([run.seconds / run.steps for run in runs if run.steps])

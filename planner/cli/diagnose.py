@@ -39,7 +39,7 @@ run_options = bundle(
     limit=count_option(
         "--limit", default=48, text="Prompts to measure on, at most, and as many to verify on."
     ),
-    tokens=count_option("--tokens", default=64, text="New tokens a prompt, at most.", least=8),
+    tokens=count_option("--tokens", default=32, text="New tokens a prompt, at most.", least=8),
     contexts=sizes_option(
         "--context",
         "contexts",

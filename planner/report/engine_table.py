@@ -56,8 +56,6 @@ def verdict_lines(part: ContextPlan) -> Iterator[str]:
         if best.drafting == NONE:
             other = max(others, key=lambda cell: cell.throughput)
             finding = f"do not speculate; {other.drafting} has {_over(other.throughput, first)}"
-        elif best.low <= first.high:
-            finding += "; the intervals overlap, so the gain is not certain"
         yield f"{kind_of_request(part, batch)}: {finding}"
     for name, speed in {**part.tree, **part.bounds, **part.changes}.items():
         yield f"{name}: {_over(speed, part.cells_at(part.batches[0])[0])}"
