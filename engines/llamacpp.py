@@ -125,7 +125,7 @@ class LlamaCppPool(EnginePool):
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
         """Decodes prompts. A step takes the median of those that drafted as much.
 
-        Other work on the machine makes a few steps in a row take half as long again.
+        Other work on the machine makes a few steps in a row take a third longer.
         """
         steps = [*chain.from_iterable(self.decode(kind.drafting, prompts, kind.context))]
         usual = {each.speculative_tokens: each.seconds for each in timed_steps(steps)}

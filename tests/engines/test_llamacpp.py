@@ -14,7 +14,7 @@ from sessions import check_that_it_ends_with
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.llama_server import find_build
-from sequoia_plan.engines.llamacpp import NEVER, LlamaCppPool
+from sequoia_plan.engines.llamacpp import LlamaCppPool
 from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
 from sequoia_plan.engines.spec_types import flags
 from sequoia_plan.engines.workload import Workload
@@ -73,7 +73,6 @@ def pool(draft, draft_type="draft-simple", tokens=32, **fields):
         workload=Workload(PROMPTS, len(PROMPTS), tokens),
         build=find_build(SERVER),
         draft_type=draft_type,
-        logged={RECORDING, Drafting(12, NEVER)},
         **{"arguments": ["-t", "1"], **fields},
     )
 
@@ -110,7 +109,7 @@ def test_a_replay_is_what_the_server_does(draft, settings):
                 # a text ends where the draft met another token
                 same.append(replayed[:-1] == counts(steps)[: len(replayed) - 1])
                 num_drafted += sum(step.drafted for step in steps)
-    assert sum(same) >= 0.7 * len(same) and num_drafted, same
+    assert sum(same) >= 0.7 * len(same) and num_drafted > 0, same
 
 
 def test_a_replay_of_eagle3_is_near_what_the_server_does():
