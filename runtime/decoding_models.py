@@ -242,7 +242,7 @@ def compile_passes(models: Iterable[Any]) -> None:
         if not is_loaded or model in passes or not CAN_COMPILE:
             continue
         # decoding on a GPU does not need these
-        from sequoia_plan.runtime.compiled.target import compile_target, why_not
+        from sequoia_plan.runtime.backends.packed.target import compile_target, why_not
         from sequoia_plan.runtime.offload.memory import format_bytes, free_memory
 
         needed, free = sum(p.nbytes for p in model.parameters()), free_memory(model.device)

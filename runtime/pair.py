@@ -29,7 +29,7 @@ from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary
 
 RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
 """How passes run: by the modules that transformers loads; by fused layers, where those compute the
-same; or on a CPU as one compiled function, with the weights packed for it (`runtime.compiled`)."""
+same; or on a CPU as one compiled function, with the weights packed for it (`runtime.backends.packed`)."""
 PLACEMENTS = (RESIDENT, FUSED, COMPILED)
 LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
@@ -265,8 +265,8 @@ def _place(
     reason, passes[model] = "", None
     if placement == COMPILED:
         # decoding on a GPU does not need numba
-        from sequoia_plan.runtime.compiled.eagle import compile_eagle
-        from sequoia_plan.runtime.compiled.target import compile_target
+        from sequoia_plan.runtime.backends.packed.eagle import compile_eagle
+        from sequoia_plan.runtime.backends.packed.target import compile_target
 
         is_draft = isinstance(model, HiddenStateDraft)
         reason = compile_eagle(model) if is_draft else compile_target(model, gguf, bits)

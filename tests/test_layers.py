@@ -15,7 +15,7 @@ import pytest
 
 OWN = "sequoia_plan"
 FROM_BASE = {"artifacts", "runtime.base"}
-RUNTIME_NAMES = ("base", "models", "compiled", "offload", "draft", "verify")
+RUNTIME_NAMES = ("base", "models", "backends", "offload", "draft", "verify")
 RUNTIME_PARTS = {f"runtime.{name}" for name in RUNTIME_NAMES}
 MAY_IMPORT = {
     "artifacts": set(),
@@ -29,11 +29,11 @@ MAY_IMPORT = {
     "runtime.base": {"artifacts"},
     "runtime.verify": FROM_BASE,
     "runtime.models": FROM_BASE,
-    "runtime.compiled": FROM_BASE | {"runtime.models"},
+    "runtime.backends": FROM_BASE | {"runtime.models"},
     "runtime.offload": FROM_BASE | {"runtime.models"},
     "runtime.draft": FROM_BASE | {"runtime.models"},
     "runtime": RUNTIME_PARTS | {"artifacts"},
-    "profiler": RUNTIME_PARTS - {"runtime.offload", "runtime.compiled"} | {"artifacts", "runtime"},
+    "profiler": RUNTIME_PARTS - {"runtime.offload", "runtime.backends"} | {"artifacts", "runtime"},
 }
 """Which part may import which; docs/architecture.md draws it."""
 EXTERNAL = {
@@ -121,7 +121,7 @@ def test_no_part_names_a_library_it_should_not(part):
     """transformers itself imports yaml and click, so sys.modules cannot tell for them."""
     for module, names in imports().items():
         if module.startswith(f"{OWN}.{part}."):
-            allowed = {"numba"} if module.startswith(f"{OWN}.runtime.compiled.") else set()
+            allowed = {"numba"} if module.startswith(f"{OWN}.runtime.backends.") else set()
             assert not {name.partition(".")[0] for name in names} & EXTERNAL[part] - allowed
 
 

@@ -1,4 +1,4 @@
-"""Which models run in a compiled pass: `runtime.compiled` adds them, decoding asks for them."""
+"""Which models run in a compiled pass: `runtime.backends.packed` adds them, decoding asks for them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,10 +8,10 @@ import gguf
 import numpy as np
 import pytest
 
-from sequoia_plan.runtime.compiled.encoding import encoder
-from sequoia_plan.runtime.compiled.gguf_blocks import BLOCK_BYTES, read_blocks
-from sequoia_plan.runtime.compiled.packing import Arena, Blocks, aligned_zeros, in_8_bits, pack
-from sequoia_plan.runtime.compiled.products import (
+from sequoia_plan.runtime.backends.packed.encoding import encoder
+from sequoia_plan.runtime.backends.packed.gguf_blocks import BLOCK_BYTES, read_blocks
+from sequoia_plan.runtime.backends.packed.packing import Arena, Blocks, aligned_zeros, in_8_bits, pack
+from sequoia_plan.runtime.backends.packed.products import (
     ENCODE_INTEGERS,
     ENCODE_WHOLE_FLOATS,
     FORMAT_NAMES,
@@ -19,7 +19,7 @@ from sequoia_plan.runtime.compiled.products import (
     HAS_INTEGER_PRODUCTS,
     multiplier,
 )
-from sequoia_plan.runtime.compiled.weights import describe
+from sequoia_plan.runtime.backends.packed.weights import describe
 
 OUTPUTS, INPUTS, ROWS = 70, 512, 11
 SCALE_PLACES = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import cfunc, types
 
-from sequoia_plan.runtime.compiled.vectors import (
+from sequoia_plan.runtime.backends.packed.vectors import (
     BYTE,
     FLOAT,
     FLOATS,

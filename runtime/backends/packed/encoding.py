@@ -6,13 +6,13 @@ from typing import Any
 from llvmlite import ir
 from numba import cfunc, types
 
-from sequoia_plan.runtime.compiled.products import (
+from sequoia_plan.runtime.backends.packed.products import (
     ENCODE_BFLOAT16,
     ENCODE_WHOLE_FLOATS,
     FORMATS,
     NUMBER_BYTES,
 )
-from sequoia_plan.runtime.compiled.vectors import (
+from sequoia_plan.runtime.backends.packed.vectors import (
     BYTE,
     FLOAT,
     FLOATS,

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.runtime.compiled.products import (
+from sequoia_plan.runtime.backends.packed.products import (
     ENCODE_BFLOAT16,
     FORMAT_NAMES,
     FORMATS,
     encoded_bytes,
 )
-from sequoia_plan.runtime.compiled.vectors import LANES
+from sequoia_plan.runtime.backends.packed.vectors import LANES
 
 GROUP = 32
 """Inputs are padded with zeros to a multiple of these."""

@@ -15,16 +15,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sequoia_plan.runtime.compiled.compiled_pass import (
+from sequoia_plan.runtime.backends.packed.compiled_pass import (
     CompiledCache,
     CompiledModel,
     CompiledPass,
     cache_dtype,
     visible_slots,
 )
-from sequoia_plan.runtime.compiled.forward import UNIT
-from sequoia_plan.runtime.compiled.packing import in_4_bits, in_8_bits
-from sequoia_plan.runtime.compiled.weights import DTYPES, Embedding, GgufWeights, pack_model
+from sequoia_plan.runtime.backends.packed.forward import UNIT
+from sequoia_plan.runtime.backends.packed.packing import in_4_bits, in_8_bits
+from sequoia_plan.runtime.backends.packed.weights import DTYPES, Embedding, GgufWeights, pack_model
 from sequoia_plan.runtime.models.architecture import attention_window, rope_changes
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.runtime.models.compiled_passes import passes

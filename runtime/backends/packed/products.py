@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
 
-from sequoia_plan.runtime.compiled.vectors import (
+from sequoia_plan.runtime.backends.packed.vectors import (
     BYTE,
     FLOAT,
     FLOATS,

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_plan.runtime.compiled.packing import Blocks
-from sequoia_plan.runtime.compiled.products import FORMAT_NAMES
+from sequoia_plan.runtime.backends.packed.packing import Blocks
+from sequoia_plan.runtime.backends.packed.products import FORMAT_NAMES
 
 Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Integers [blocks, weights], scales and offsets [blocks, groups] of blocks."""

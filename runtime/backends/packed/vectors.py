@@ -1,7 +1,7 @@
 """Vectors of 16 numbers in LLVM's terms, for the intrinsics of products and attention.
 
 numba's cache looks at a function's own file only: after a change to this one, or to an intrinsic
-that another file uses, delete `runtime/compiled/__pycache__`.
+that another file uses, delete `runtime/backends/packed/__pycache__`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sequoia_plan.runtime.compiled.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
-from sequoia_plan.runtime.compiled.vectors import LANES, LONG
+from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
+from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG
 
 UNIT = 32
 """Outputs of a matrix that one worker computes are a multiple of these."""

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.runtime.compiled.attention import attender
-from sequoia_plan.runtime.compiled.encoding import encoder
-from sequoia_plan.runtime.compiled.forward import Model
-from sequoia_plan.runtime.compiled.gguf_blocks import read_blocks
-from sequoia_plan.runtime.compiled.packing import Arena, Blocks, Matrix, pack
-from sequoia_plan.runtime.compiled.products import (
+from sequoia_plan.runtime.backends.packed.attention import attender
+from sequoia_plan.runtime.backends.packed.encoding import encoder
+from sequoia_plan.runtime.backends.packed.forward import Model
+from sequoia_plan.runtime.backends.packed.gguf_blocks import read_blocks
+from sequoia_plan.runtime.backends.packed.packing import Arena, Blocks, Matrix, pack
+from sequoia_plan.runtime.backends.packed.products import (
     FORMAT_NAMES,
     FORMATS,
     multiplier,

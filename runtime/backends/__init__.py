@@ -1,0 +1,1 @@
+"""What runs the passes of models: PyTorch's modules, or the packed pass of a CPU."""
