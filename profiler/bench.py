@@ -27,7 +27,7 @@ from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.models.dtype import dtype_name
-from sequoia_plan.runtime.pair import FUSED, with_draft
+from sequoia_plan.runtime.pair import RESIDENT, with_draft
 
 TRANSFORMERS_METHODS = {"generate", "assisted", "lookup"}
 LOOKUP_TOKENS = 10
@@ -59,8 +59,8 @@ def make_methods(
         "generate": {},
         "lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
     }
-    if hasattr(draft, "generate"):
-        options["assisted"] = {"assistant_model": with_full_vocabulary(draft)}
+    if hasattr(getattr(draft, "module", None), "generate"):
+        options["assisted"] = {"assistant_model": with_full_vocabulary(draft.module)}
     elif "assisted" in only:  # the draft reads the target's hidden states
         raise ArgumentError(
             "only: found 'assisted', and transformers cannot use this draft; leave it out, or "
@@ -102,7 +102,7 @@ def compare(
     chosen, models, plan = set(only or TITLES), pair.metadata, tree.for_context(context).plan
     settings = sampling.settings()
     transformers_pair = pair
-    if pair.placement == FUSED and TRANSFORMERS_METHODS & chosen:
+    if pair.placement != RESIDENT and TRANSFORMERS_METHODS & chosen:
         transformers_pair = load_transformers_pair()
     if assistant and "assisted" in chosen:
         transformers_pair = with_draft(transformers_pair, assistant)

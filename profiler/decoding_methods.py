@@ -12,7 +12,6 @@ from torch import Tensor
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.sampling import not_followed
-from sequoia_plan.runtime.models.vocabulary import vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ def transformers_method(
     pair: Pair, sampling: Sampling, tokens: int, **options: Any
 ) -> DecodePrompt:
     """transformers' own `generate`, with further `options`."""
-    target = pair.target
+    target = pair.target.module
     # prompt lookup needs an end token: this one is in no text
-    end_tokens = pair.end_tokens or [vocabulary_size(target)]
+    end_tokens = pair.end_tokens or [pair.target.vocabulary]
     options = (
         not_followed(target.generation_config)
         | options

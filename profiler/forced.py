@@ -16,7 +16,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.profiler.children import DrawnChildren
-from sequoia_plan.profiler.draft_passes import logits_over_text, steps_of
+from sequoia_plan.runtime.draft.drafter import steps_of
 from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import TREE, num_counted_levels
 from sequoia_plan.profiler.traversal_paths import recording_traversal
@@ -140,15 +140,17 @@ class ForcedAcceptance:
         # so the target reads them again; they are not counted and have no level
         num_repeated = min(first, self.tree.depth) if self.drafter.aux_hidden_state_layers else 0
         levels_read = [-1] * num_repeated + levels.tolist()
-        if step.target.recurrent_modules:  # they have read the text to its end
+        if step.target.chains_only:  # they have read the text to its end
             step.target.prefill(step.sequence.target, text[: first - num_repeated])
         for start, end in pieces(levels_read):
             positions = np.arange(start, end) - num_repeated  # 0 is the prompt's last token
             slots = all_slots[first + positions]
-            mask = additive_mask(all_slots <= slots[:, None], step.target.model.dtype)
-            output = step.target(step.sequence.target, text[slots], slots, slots, mask)
-            draft_logits = logits_over_text(
-                self.drafter, step.sequence, slots, levels_read[start:end], output.hidden_states
+            mask = additive_mask(all_slots <= slots[:, None], step.target.dtype)
+            output = step.target(
+                step.sequence.target, text[slots], slots, slots, mask, 0, step.models.hidden_states
+            )
+            draft_logits = self.drafter.logits_over_text(
+                step.sequence, slots, levels_read[start:end], output.hidden_states
             )
             is_read = torch.from_numpy((positions >= 0) & is_counted[positions.clip(0)])
             positions = positions[is_read.numpy()]

@@ -8,7 +8,6 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, PromptText, held_out_half, load
 from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.models.architecture import context_length, text_config
 
 
 def held_out(tokenizer: Any, max_prompts: int) -> list[list[int]]:
@@ -38,7 +37,7 @@ def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
 
 def check_lengths(path: str | Path, prompts: Sequence[Prompt], pair: Pair) -> None:
     """Refuse a prompt that leaves no room for a new token, before anything is measured."""
-    context = context_length(text_config(pair.target))
+    context = pair.target.context
     for number, prompt in enumerate(prompts, 1):
         length = len(encode(pair.tokenizer, prompt.text))
         if length >= context:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.profiler.breakdown import time_parts
-from sequoia_plan.profiler.draft_passes import representative_pass
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Sampling
@@ -41,7 +40,7 @@ class SizeTimer:
         self.tokens = self._draft_tokens()
         self.half = torch.tensor([(size + 1) // 2], device=step.device)
         self.columns = self.step.tensors.columns(self.length, self.extent)
-        self.draft_input, self.previous = representative_pass(step.drafter, self.step.tensors)
+        self.draft_input, self.previous = step.drafter.representative_pass(self.step.tensors)
 
     @torch.no_grad()
     def _draft_tokens(self) -> Tensor:

@@ -65,7 +65,6 @@ def text_prompt(pair: Pair, context: int, texts: Sequence[Sequence[int]]) -> Ten
 
 def random_prompt(pair: Pair, context: int) -> Tensor:
     """int64 [context]: random tokens of the target's vocabulary, the same each time."""
-    vocabulary = pair.target.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(vocabulary, (context,), generator=generator)
+    prompt = torch.randint(pair.target.num_embeddings, (context,), generator=generator)
     return prompt.to(pair.target.device)

@@ -6,16 +6,13 @@ import contextlib
 import threading
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.architecture import rope_changes, text_config
-from sequoia_plan.runtime.models.parallel import is_split
 
 T = TypeVar("T")
 _capture_lock = threading.RLock()
@@ -28,31 +25,6 @@ SYNCHRONIZING = "called a synchronizing CUDA operation"
 """How PyTorch's warning of an operation that waits for the device begins."""
 
 
-def is_on_one_cuda_device(model: Any) -> bool:
-    """True if all of `model` is on one CUDA device, in one process, and nobody has compiled it
-    (`torch.compile(model)`, `model.compile()`)."""
-    is_wrapped = hasattr(model, "_orig_mod")
-    is_compiled = is_wrapped or getattr(model, "_compiled_call_impl", None) is not None
-    devices = {parameter.device for parameter in model.parameters()}
-    is_on_one = len(devices) == 1 and devices.pop().type == "cuda"
-    return is_on_one and not is_compiled and not is_split(model)
-
-
-def can_capture(model: Any) -> bool:
-    """True if passes of `model` run on one CUDA device, and the host neither decides nor waits."""
-    stream = stream_of(model)
-    waits_for_host = stream is not None and not stream.can_be_captured
-    is_static = not rope_changes(text_config(model)) and not waits_for_host
-    return is_on_one_cuda_device(model) and is_static
-
-
-def weight_addresses(models: Iterable[Any]) -> tuple[int, ...]:
-    """The addresses of the models' weights: graphs read there, and `model.to(...)` moves them."""
-    return tuple(
-        tensor.data_ptr() for model in models for tensor in (*model.parameters(), *model.buffers())
-    )
-
-
 def step_graphs(
     target: Any, draft: Any, device: torch.device, captured: bool | None
 ) -> Graphs | None:
@@ -62,9 +34,9 @@ def step_graphs(
             f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; leave it out"
         )
     can = {
-        "draft": draft is None or can_capture(draft),
-        "target": can_capture(target),
-        "verify": is_on_one_cuda_device(target),
+        "draft": draft is None or draft.can_be_captured(),
+        "target": target.can_be_captured(),
+        "verify": target.is_on_one_cuda_device(),
     }
     can["step"] = all(can.values())
     if captured is None and can["verify"] and (can["draft"] or can["target"]):

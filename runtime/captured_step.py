@@ -14,11 +14,11 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.threads import one_thread_of_torch
 from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter
 from sequoia_plan.runtime.models import split_keys
-from sequoia_plan.runtime.models.compiled_passes import one_thread_of_torch
 from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class CapturedStep(TreeStep):
         if self.lookup:
             self.sequence.reserve_rows("lookup_chain", self.lookup.chain_length)
         capacity = self._extent(max_length + max_size)
-        with one_thread_of_torch(self.target.compiled_pass is not None):
+        with one_thread_of_torch(self.target.has_own_threads):
             self.models.prefill(prompt, capacity, max_size, seed, unsettled)
 
     def extent(self, length: int) -> int:
@@ -100,7 +100,7 @@ class CapturedStep(TreeStep):
         tokens = max(self.tree.size, *(p.input_slots.numel() for p in self.passes), 1)
         if self.drafter and not self.drafter.splits_keys(tokens):
             return False
-        return self.target.splits_keys(tokens)
+        return self.target.backend.splits_keys(tokens)
 
     def refill_random_numbers(self, sampling: Sampling) -> None:
         """Generate the random numbers of the next step, so that the step only reads tensors."""
@@ -193,7 +193,7 @@ class CapturedStep(TreeStep):
         """`function(*inputs)`, as a CUDA graph where that is possible."""
         graphs, sequence = self.models.graphs, self.sequence
         if graphs is None or (part == "draft" and sequence.path_logits):
-            with one_thread_of_torch(self.target.compiled_pass is not None):
+            with one_thread_of_torch(self.target.has_own_threads):
                 return function(*inputs)
         if graphs.version != sequence.version:
             graphs.clear(sequence.version)

@@ -27,7 +27,6 @@ from sequoia_plan.runtime.generation import (
 )
 from sequoia_plan.runtime.grammar import Grammar
 from sequoia_plan.runtime.logits_processors import LogitsProcessors, split_at_warpers
-from sequoia_plan.runtime.models.architecture import text_config, without_adapter_wrapper
 from sequoia_plan.runtime.session import Session
 
 
@@ -38,7 +37,8 @@ class SequoiaDecoder:
     several threads wait for each other.
 
     Args:
-        target: a transformers causal LM in eval mode; quantised, sharded or compiled as you like.
+        target: what `load_pair` loads, or a transformers causal LM in eval mode; quantised, sharded
+                or compiled as you like.
         draft: another one that shares the target's vocabulary or covers a part of it (attribute
             `d2t`, int64 [draft vocabulary]: the target's token for each of the draft's tokens), or
             a draft that `load_pair` loads. None only for a tree of one node.
@@ -68,7 +68,6 @@ class SequoiaDecoder:
         captured: bool | None = None,
     ) -> None:
         check_loaded(target, draft, tree)
-        target, draft = without_adapter_wrapper(target), without_adapter_wrapper(draft)
         self.tokenizer = tokenizer
         models = DecodingModels(
             target,
@@ -157,7 +156,7 @@ class SequoiaDecoder:
         started = time.perf_counter()
         if max_new_tokens < 1:
             raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
-        model, tokenizer = self.step.models.models[0], self.tokenizer
+        model, tokenizer = self.step.target, self.tokenizer
         if sampling is None:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
@@ -201,6 +200,11 @@ class SequoiaDecoder:
             sequences, len(new_ids), num_steps, seconds, finish_reason, text, **record.tensors()
         )
 
+    def refresh(self) -> None:
+        """Take the models' weights anew, after changes that leave no trace (through `.data`)."""
+        for model in self.step.models.models:
+            model.refresh()
+
     def start(self, prompt: Any = ()) -> Session:
         """A text that goes on: what the models have read of it is not read again."""
         return Session(self, prompt)
@@ -214,7 +218,7 @@ class SequoiaDecoder:
         halves = split_at_warpers(processors)
         both, target_only = ([LogitsProcessors(half)] if half else [] for half in halves)
         grammars = [] if constraint is None else [copy.copy(constraint)]
-        vocabulary = text_config(self.step.target.model).vocab_size
+        vocabulary = self.step.target.config.vocab_size
         return PathLogits([*both, *grammars], target_only, vocabulary)
 
     def generate_each(

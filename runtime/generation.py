@@ -232,7 +232,8 @@ def check_loaded(target: Any, draft: Any, tree: Any) -> None:
 
 def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) -> None:
     """Refuse inputs of a model that decoding with a tree would ignore."""
-    taken = inspect.signature(unwrapped(model).forward).parameters
+    module = unwrapped(model.module)
+    taken = inspect.signature(module.forward).parameters if module is not None else {}
     for name, value in inputs.items():
         if value is None or name in WITHOUT_EFFECT:
             continue
@@ -242,7 +243,7 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) 
         elif name in ("cache", "past_key_values"):
             is_ignored = not hasattr(value, "get_seq_length") or bool(value.get_seq_length())
         elif name.endswith("token_type_ids"):  # in multimodal models, 0 is text
-            is_text = text_config(model) is not unwrapped(model).config
+            is_text = module is not None and text_config(module) is not module.config
             is_ignored = any(_values(value)) or (name in taken and not is_text)
         else:
             is_ignored = isinstance(value, Tensor) and (name in taken or name.endswith("_embeds"))

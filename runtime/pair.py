@@ -1,8 +1,8 @@
 """Loading a target, a draft that fits it, and their tokenizer."""
 
 import importlib.util
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +10,21 @@ import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
+from sequoia_plan.runtime import backends
+from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, INT8, PLACEMENTS, RESIDENT
 from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import length_remarks, load_checkpoint
-from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
-from sequoia_plan.runtime.draft.self_draft import INT8, self_draft, share_layers
 from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan.runtime.models.architecture import context_length, rope_reason, text_config
-from sequoia_plan.runtime.models.compiled_passes import CAN_COMPILE, compiled_pass, passes
-from sequoia_plan.runtime.models.dtype import resolve_dtype
-from sequoia_plan.runtime.models.fuse import fuse, num_fused_layers
-from sequoia_plan.runtime.models.gguf import embedded_gguf
-from sequoia_plan.runtime.models.metadata import model_metadata
-from sequoia_plan.runtime.models.pretrained import load_model, name_of
-from sequoia_plan.runtime.models.vocabulary import shared_vocabulary, vocabulary_size
+from sequoia_plan.runtime.models.architecture import context_length, rope_reason
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.gguf import is_gguf
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
+from sequoia_plan.runtime.models.pretrained import find_model, name_of
+from sequoia_plan.runtime.models.vocabulary import common_tokens, shared_vocabulary
 
-RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
-"""How passes run: by the modules that transformers loads; by fused layers, where those compute the
-same; or on a CPU as one compiled function, with the weights packed for it (`runtime.backends.packed`)."""
-PLACEMENTS = (RESIDENT, FUSED, COMPILED)
 LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
 
@@ -49,18 +43,20 @@ class Pair:
     """A target, its draft and their tokenizer.
 
     Args:
-        draft: None if nothing is drafted.
+        target: a `LoadedModel`.
+        draft: another one, or one that reads the target's hidden states; None if nothing is
+            drafted.
         metadata: name, digest, dtype, parameters and placement of both models, as profiles and
             trees record them.
-        placement: where the weights are: one of `PLACEMENTS`, or "streamed from LINK".
+        placement: how the target's passes run: one of `PLACEMENTS`, or "streamed from LINK".
         remarks: what a user should know about the models, a sentence each.
     """
 
     target: Any
     draft: Any
     tokenizer: Any
-    metadata: dict[str, dict[str, Any]]
-    placement: str = "resident"
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    placement: str = RESIDENT
     remarks: tuple[str, ...] = ()
 
     @property
@@ -78,8 +74,12 @@ def load_pair(
     offload: str | None = None,
     memory: str | int | None = None,
     bits: int | None = None,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pair:
     """Load a target and a draft that share a vocabulary.
+
+    On a CPU, the weights of Llama-like models are packed once, in a file of the cache that is as
+    large as they are. Later loads map it into memory, which processes share.
 
     Args:
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
@@ -92,8 +92,8 @@ def load_pair(
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
             it, else float32.
         placement: one of `PLACEMENTS`, or "auto": compiled on a CPU, else fused. A model that
-            cannot be compiled, is offloaded, or shares its cache with an int8 draft, is fused. With
-            dtype "auto", a GGUF file's matrices keep their own bits, else weights are in `dtype`.
+            cannot be compiled, or shares its cache with an int8 draft, is fused. With dtype "auto",
+            a GGUF file's matrices keep their own bits, else weights are in `dtype`.
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
@@ -101,66 +101,94 @@ def load_pair(
         bits: 8 or 4: the target's matrices are rounded to so many bits, in groups of 32 inputs (the
             output head to 8), and a remark says what that costs. The target is then this rounded
             model. Only for a target that is compiled, and is not a GGUF file in its own bits.
+        on_bytes: called while weights are packed, with the bytes so far and all.
 
     Raises:
         SequoiaPlanError: if a model cannot be found or loaded, the vocabularies differ, or memory
             is short.
     """
     _check_arguments(target, draft, device, offload, memory)
-    torch_dtype = resolve_dtype(dtype, device)
+    resolve_dtype(dtype, device)
     placement = _resolve_placement(placement, draft, device)
-    gguf = _gguf_file(target) if dtype == "auto" else None
-    if bits and (bits not in (8, 4) or gguf or offload or placement != COMPILED):
+    if bits and (
+        bits not in (8, 4) or offload or placement != COMPILED
+        or (is_gguf(target) and dtype == "auto")
+    ):  # fmt: skip
         raise ArgumentError(
-            f"bits: found {bits} for {gguf or placement}, expected 8 or 4 for a target that is "
+            f"bits: found {bits} for {target or placement}, expected 8 or 4 for a target that is "
             'compiled on a CPU; a GGUF file has bits of its own, unless dtype is not "auto"'
         )
     if offload:
-        pair = _load_offloaded_pair(target, draft, device, torch_dtype, placement, offload, memory)
-        passes[pair.target] = None
+        offloaded = backends.OffloadedModel(
+            target, device, dtype, placement, offload, memory, on_bytes
+        )
+        model = offloaded.model
+        pair = Pair(model, None, model.tokenizer, {}, f"streamed from {offload}", _remarks(model))
+        if draft == INT8:
+            pair = replace(pair, draft=offloaded.copy_in_8_bits())
+        else:
+            pair = add_draft(pair, draft, device, dtype, placement, on_bytes)
+        offloaded.place(pair.draft)
     else:
-        model, tokenizer, name = load_model(target, device, torch_dtype)
-        metadata = {"target": {"name": name}}
-        pair = Pair(model, None, tokenizer, metadata, placement, context_remarks(model))
-        pair = add_draft(pair, draft)
-        # afterwards, because the draft may be a copy of it
-        reason = _place(pair, "target", placement, gguf, bits)
-        if reason and bits:
-            raise SequoiaPlanError(f"bits {bits}: the target cannot be compiled: {reason}")
-        if reason:
-            remark = f"target: PyTorch runs it, its pass is not compiled: {reason}"
-            pair = replace(pair, placement=FUSED, remarks=(*pair.remarks, remark))
+        model = backends.load_model(target, device, dtype, placement, bits, on_bytes)
+        how = str(model.metadata()["placement"])
+        pair = Pair(model, None, model.tokenizer, {}, how, _remarks(model))
+        pair = add_draft(pair, draft, device, dtype, placement, on_bytes)
         if bits:
-            pair = replace(pair, remarks=(*pair.remarks, _cost_of_rounding(pair, bits)))
+            cost = _cost_of_rounding(pair, target, device, dtype, bits)
+            pair = replace(pair, remarks=(*pair.remarks, cost))
+    pair.metadata["target"] = pair.target.metadata()
     if pair.draft is not None:
-        _place(pair, "draft", RESIDENT if draft == INT8 else placement)
+        pair.metadata["draft"] = pair.metadata.get("draft", {}) | pair.draft.metadata()
     return pair
 
 
 def with_draft(pair: Pair, draft: str) -> Pair:
     """The same target with another draft, as transformers loads it."""
-    pair = add_draft(pair, draft)
-    _place(pair, "draft", RESIDENT)
+    metadata = {"target": pair.metadata["target"]}
+    dtype = dtype_name(pair.target.dtype)
+    pair = replace(pair, metadata=metadata)
+    pair = add_draft(pair, draft, str(pair.target.device), dtype, RESIDENT)
+    pair.metadata["draft"] = pair.metadata["draft"] | pair.draft.metadata()
     return pair
 
 
 def add_draft(
     pair: Pair,
     draft: str | None,
-    load_layer: Callable[[int], Any] | None = None,
-    shared_layers: Collection[int] | None = None,
+    device: str,
+    dtype: str,
+    placement: str,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pair:
-    """Load the draft of a pair, which is still to be placed; the rest is for `self_draft`."""
+    """The pair with the draft of this name; its metadata has the draft's name."""
     if draft == NO_DRAFT:
         return pair
-    remarks: tuple[str, ...] = ()
+    target, remarks = pair.target, pair.remarks
+    source = draft or DEFAULT_DRAFT
+    source = str(embedded_draft(source)) if source in EMBEDDED_DRAFTS else source
+    name = name_of(source)
     if draft == INT8:
-        model = self_draft(pair.target, load_layer, shared_layers)
-        name = f"{pair.metadata['target']['name']} {INT8}"
+        model = backends.copy_in_8_bits(target)
+        name = model.name
+    elif source.endswith(".safetensors"):
+        model, name = backends.place(load_draft(source, target), placement), Path(source).stem
+    elif draft == MTP or (checkpoint := find_checkpoint(source)):
+        if draft == MTP:
+            model, name = load_mtp(target), MTP
+        else:
+            model = load_checkpoint(checkpoint, target, target.dtype)
+            remarks += length_remarks(checkpoint, model, target)
+        backends.pack_draft(model, placement)
     else:
-        model, name, remarks = _load_draft(draft or DEFAULT_DRAFT, pair.target, pair.tokenizer)
-    metadata = pair.metadata | {"draft": {"name": name}}
-    return replace(pair, draft=model, metadata=metadata, remarks=(*pair.remarks, *remarks))
+        model = backends.load_model(source, device, dtype, placement, on_bytes=on_bytes)
+        vocabulary, d2t = shared_vocabulary(target, model, common_tokens(target, model))
+        if model.vocabulary != target.vocabulary:  # the decoder compares no tokenizers
+            model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
+        remarks += model.remarks
+    return replace(
+        pair, draft=model, metadata=pair.metadata | {"draft": {"name": name}}, remarks=remarks
+    )
 
 
 def save_model(pair: Pair, role: str, folder: str | Path) -> None:
@@ -169,9 +197,9 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
     The pair must have been loaded with placement="resident".
     """
     if role == "draft":
-        save_as_folder(pair.draft, pair.tokenizer, folder)
+        save_as_folder(getattr(pair.draft, "module", pair.draft), pair.tokenizer, folder)
         return
-    pair.target.save_pretrained(folder)
+    pair.target.module.save_pretrained(folder)
     pair.tokenizer.save_pretrained(folder)
 
 
@@ -234,56 +262,34 @@ def _resolve_placement(placement: str, draft: str | None, device: str) -> str:
     return placement
 
 
-def _gguf_file(target: str | None) -> Path | None:
-    """The GGUF file that a target is loaded from, if it is one."""
-    if target is None:
-        return embedded_gguf()
-    return Path(target) if target.endswith(".gguf") else None
-
-
-def _cost_of_rounding(pair: Pair, bits: int) -> str:
+@torch.inference_mode()
+def _cost_of_rounding(
+    pair: Pair, target: str | None, device: str, dtype: str, bits: int
+) -> str:
     """A sentence on what rounding the target costs on the first built-in prompts."""
-    texts = [prompt.text for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]]
-    tokens = [torch.tensor(pair.tokenizer(str(text))["input_ids"]) for text in texts]
-    divergence, agreement = compiled_pass(pair.target).cost_of_rounding(pair.target, tokens)
+    exact = find_model(target).module(resolve_dtype(dtype, device))
+    divergences, agreements = [], []
+    for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
+        tokens = torch.tensor(pair.tokenizer(str(prompt.text))["input_ids"])
+        places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
+        mask = torch.zeros(len(tokens), len(tokens)).masked_fill(places > places[:, None], -1.0)
+        rounded = pair.target(cache, tokens, places, places, mask).logits
+        expected, found = (
+            x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], rounded)
+        )
+        divergences.append((expected.exp() * (expected - found)).sum(-1))
+        agreements.append(expected.argmax(-1) == found.argmax(-1))
+    agreement = torch.cat(agreements).double()
     return (
-        f"target: rounded to {bits} bits: a mean KL divergence of {divergence:.2g} a token, and "
-        f"the same most probable token at {agreement:.1%} of {sum(map(len, tokens))} places of "
-        "the built-in prompts"
+        f"target: rounded to {bits} bits: a mean KL divergence of "
+        f"{float(torch.cat(divergences).mean()):.2g} a token, and the same most probable token at "
+        f"{float(agreement.mean()):.1%} of {len(agreement)} places of the built-in prompts"
     )
 
 
-def _place(
-    pair: Pair, role: str, placement: str, gguf: Path | None = None, bits: int | None = None
-) -> str:
-    """Let a model's passes run as `placement` says, and write its metadata.
-
-    Returns why the model was not compiled, or "".
-    """
-    model, metadata = getattr(pair, role), pair.metadata[role]
-    metadata |= model_metadata(metadata["name"], model) | {"placement": placement}
-    reason, passes[model] = "", None
-    if placement == COMPILED:
-        # decoding on a GPU does not need numba
-        from sequoia_plan.runtime.backends.packed.eagle import compile_eagle
-        from sequoia_plan.runtime.backends.packed.target import compile_target
-
-        is_draft = isinstance(model, HiddenStateDraft)
-        reason = compile_eagle(model) if is_draft else compile_target(model, gguf, bits)
-        if not reason:
-            metadata["weights"] = compiled_pass(model).formats
-            return ""
-        metadata["placement"] = FUSED
-    if placement != RESIDENT:
-        metadata["fused_layers"] = fuse(model)
-    elif num_fused := num_fused_layers(model):  # an int8 draft is made of fused layers
-        metadata["fused_layers"] = num_fused
-    return reason
-
-
-def context_remarks(target: Any) -> tuple[str, ...]:
-    """What a person should know about the target's configurations, a sentence each."""
-    config, remarks = text_config(target), []
+def _remarks(target: LoadedModel) -> tuple[str, ...]:
+    """What a person should know about the target and its configurations, a sentence each."""
+    config, remarks = target.config, list(target.remarks)
     if reason := rope_reason(config):
         remarks.append(f"target: texts end at {context_length(config)} tokens{reason}")
     for name in not_followed(target.generation_config):
@@ -293,54 +299,3 @@ def context_remarks(target: Any) -> tuple[str, ...]:
             "methods"
         )
     return tuple(remarks)
-
-
-def _load_draft(draft: str, target: Any, tokenizer: Any) -> tuple[Any, str, tuple[str, ...]]:
-    """A draft that fits the target, its name, and remarks for the user."""
-    if draft == MTP:
-        return load_mtp(target), MTP, ()
-    source = str(embedded_draft(draft)) if draft in EMBEDDED_DRAFTS else draft
-    if source.endswith(".safetensors"):
-        return load_draft(source, target), Path(source).stem, ()
-    if checkpoint := find_checkpoint(source):
-        model = load_checkpoint(checkpoint, target, target.dtype)
-        return model, name_of(source), length_remarks(checkpoint, model, target)
-    model, draft_tokenizer, name = load_model(source, str(target.device), target.dtype)
-    vocabulary, d2t = shared_vocabulary(target, model, tokenizer, draft_tokenizer)
-    if vocabulary_size(model) != vocabulary_size(target):  # the decoder compares no tokenizers
-        model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
-    return model, name, ()
-
-
-def _load_offloaded_pair(
-    target: str | None,
-    draft: str | None,
-    device: str,
-    dtype: torch.dtype,
-    placement: str,
-    link: str,
-    memory: str | int | None,
-) -> Pair:
-    """Load the pair; the draft is not placed yet. Arguments: `load_pair`."""
-    # decoding without offloading does not need these
-    from sequoia_plan.runtime.offload.memory import as_bytes
-    from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
-    from sequoia_plan.runtime.offload_split import split_beside, split_with_copy
-
-    offloaded = OffloadedTarget(target, device, dtype)
-    model, num_layers = offloaded.model, len(offloaded.layers)
-    budget = as_bytes(memory, offloaded.device)
-    split = split_with_copy(offloaded, budget) if draft == INT8 else None
-    shared_layers = split.resident_layers if split else None
-    metadata = {"target": model_metadata(offloaded.name, model, offloaded.weight_samples())}
-    remarks = context_remarks(model)
-    pair = Pair(model, None, offloaded.tokenizer, metadata, f"streamed from {link}", remarks)
-    pair = add_draft(pair, draft, offloaded.layer, shared_layers)
-    split = split or split_beside(offloaded, pair.draft, budget, link)
-    is_fused = placement != RESIDENT
-    num_fused = offloaded.place(split, link, is_fused)
-    metadata["target"].update(split.to_metadata(link, num_layers))
-    if is_fused:
-        metadata["target"]["fused_layers"] = num_fused
-    share_layers(pair.draft, model, shared_layers or ())
-    return pair

@@ -24,7 +24,7 @@ class Session:
         tokenizer = self.decoder.tokenizer
         if isinstance(prompt, str) and tokenizer is not None and self.ids:
             prompt = tokenizer(prompt, add_special_tokens=False)  # it begins no text
-        model = self.decoder.step.models.models[0]
+        model = self.decoder.step.target
         self.ids += read_prompt(prompt, tokenizer, None, model).tolist()
 
     def generate(self, max_new_tokens: int = 128, **settings: Any) -> Generation:

@@ -12,7 +12,6 @@ from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, DraftPass, draft_tree
-from sequoia_plan.runtime.models.parallel import from_first, is_split
 from sequoia_plan.runtime.verify import AcceptedPath
 from sequoia_plan.runtime.verify.tree_verifier import TreeVerifier
 
@@ -36,7 +35,7 @@ class TreeStep:
         self.models, self.tree, self.device = models, tree, models.device
         self.target, self.drafter, self.sequence = models.target, models.drafter, models.sequence
         self.branching = tree.branching  # a plain int, which a trace of a step takes as constant
-        self.tensors = TreeTensors.of(tree, self.device, self.target.model.dtype)
+        self.tensors = TreeTensors.of(tree, self.device, self.target.dtype)
         drafter = self.drafter
         self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
         self.num_parents = sum(draft_pass.num_parents for draft_pass in self.passes)
@@ -70,9 +69,9 @@ class TreeStep:
         drafted = draft_tree(
             self.drafter, self.passes, sequence, columns, sampling, bits, self.branching, process
         )
-        if is_split(self.target.model):
+        if self.target.is_split:
             slots = sequence.length + self.tensors.nodes
-            tokens = from_first(self.target.model, sequence.tokens[slots])
+            tokens = self.target.backend.from_first(sequence.tokens[slots])
             sequence.tokens.index_copy_(0, slots, tokens)
         return drafted
 
@@ -104,7 +103,10 @@ class TreeStep:
         mask = tensors.mask.index_select(1, tensors.columns(sequence.length, extent))
         if self.tree.size > 1:
             sequence.target.save()
-        output = self.target(sequence.target, sequence.tokens[slots], positions, slots, mask)
+        tokens = sequence.tokens[slots]
+        output = self.target(
+            sequence.target, tokens, positions, slots, mask, 0, self.models.hidden_states
+        )
         if output.hidden_states is not None:
             sequence.aux_hidden_states.index_copy_(0, tensors.nodes, output.hidden_states)
         return output.logits
@@ -116,11 +118,11 @@ class TreeStep:
         """
         draws = drafted.draft_probs, drafted.drawn
         accepted = self.verifier(sampling, self.sequence, logits, draws)
-        if not is_split(self.target.model):
+        if not self.target.is_split:
             return accepted
         # one tensor, so that one message carries all: the path, one count, one bonus token
         own_result = torch.cat([accepted.path, accepted.count, accepted.bonus])
-        first_result = from_first(self.target.model, own_result)
+        first_result = self.target.backend.from_first(own_result)
         return AcceptedPath(first_result[:-2], first_result[-2:-1], first_result[-1:])
 
     def commit(self, accepted: AcceptedPath) -> Tensor:

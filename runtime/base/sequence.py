@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class SequenceState:
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
         self.generator = torch.Generator(device)
         self.version = 0
-        self.weight_addresses: tuple[int, ...] | None = None
+        self.weight_memory: Any = None
         self.lock = SequenceLock()
 
     def __reduce__(self) -> tuple[type[SequenceState], tuple[torch.device]]:
@@ -131,7 +132,7 @@ class SequenceState:
         caches = (*self.target.views(root, size), *self.draft.views(root, size))
         return [self.tokens, self.length, self.lookup_chain, *caches]
 
-    def note_weight_addresses(self, addresses: tuple[int, ...]) -> None:
-        """Record where the models' weights are (`capture.weight_addresses`)."""
-        self.version += self.weight_addresses not in (None, addresses)  # 1 if they moved
-        self.weight_addresses = addresses
+    def note_weight_memory(self, memory: Any) -> None:
+        """Record where the models' weights are."""
+        self.version += self.weight_memory not in (None, memory)  # 1 if they moved
+        self.weight_memory = memory

@@ -1,8 +1,7 @@
 """Where a forward pass waits for weights that are streamed; the package `offload` streams them."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 from torch import Tensor
 
@@ -39,16 +38,3 @@ class WeightStream(Protocol):
 
     def close(self) -> None:
         """Stop streaming."""
-
-
-_streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
-
-
-def stream_of(model: Any) -> WeightStream | None:
-    """The stream of a model's weights; None if all of them are in memory."""
-    return _streams.get(model)
-
-
-def register_stream(model: Any, stream: WeightStream) -> None:
-    """Note that `stream` brings the weights of `model`."""
-    _streams[model] = stream

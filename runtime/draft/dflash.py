@@ -12,21 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import TokenTree, dflash_draft
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft.dflash_model import DFlashModel
 from sequoia_plan.runtime.draft.drafter import DraftPass, HiddenStateDrafter, children_to_draw
-from sequoia_plan.runtime.models.forward import ForwardOutput
+from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 
 
 class DFlashDrafter(HiddenStateDrafter):
     """A DFlash draft as a drafter (see `Drafter`)."""
-
-    def __init__(self, model: DFlashModel, vocabulary: int, d2t: Tensor | None = None) -> None:
-        super().__init__(model, vocabulary, d2t)
-        self.drafting = dflash_draft(model.block.size, model.block.levels)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The one pass, with a row of logits for each node that has children.
@@ -54,6 +49,25 @@ class DFlashDrafter(HiddenStateDrafter):
         no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
         fields = {"input_slots": block, **fields}
         return DraftPass(offsets=block, mask=no_mask, logit_rows=logit_rows, **fields)
+
+    @property
+    def levels_at_once(self) -> int:
+        """See `HiddenStateDrafter`."""
+        return int(self.model.block.levels)
+
+    def representative_pass(
+        self, tensors: TreeTensors
+    ) -> tuple[DraftPass, ForwardOutput | None]:
+        """See `Drafter`: the same for every tree, without drawing, which is timed with verification.
+
+        Logits of all levels are computed as after the root's token, but no node gets children.
+        """
+        nothing = tensors.nodes[:0]
+        levels = torch.arange(self.model.block.levels, device=nothing.device)
+        draft_pass = self.block_pass(
+            tensors, levels, num_parents=1, max_children=1, draw_index=nothing, new_nodes=nothing
+        )
+        return draft_pass, None
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, and of those of a block after the last token."""

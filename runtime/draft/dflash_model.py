@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from sequoia_plan.artifacts import dflash_draft
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.block_heads import CandidateSelector, ConvolvedLayer, MarkovHead
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
@@ -50,6 +51,7 @@ class DFlashModel(HiddenStateDraft):
         """See `HiddenStateDraft` for the other arguments."""
         super().__init__(**shared)
         self.block, width = block, self.config.hidden_size
+        self.drafting = dflash_draft(block.size, block.levels)
         self.fc = nn.Linear(self.fused_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
         if block.conv_kernel_size:

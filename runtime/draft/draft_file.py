@@ -14,6 +14,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.runtime.draft.checkpoint import errors_of, load_weights
 from sequoia_plan.runtime.models.int8 import rows_in_8_bits
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.models.vocabulary import check_d2t
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
@@ -97,7 +98,7 @@ def unlikely_row(draft: LlamaForCausalLM) -> Tensor:
     return draft.lm_head.weight[unlikely_tokens].mean(0)
 
 
-def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
+def load_draft(path: str | Path, target: LoadedModel) -> LlamaForCausalLM:
     """Read a draft made for `target`, in its dtype and on its device.
 
     Matrices are int8 in the file, with one scale for each row; they are multiplied out here. The
@@ -108,9 +109,11 @@ def load_draft(path: str | Path, target: Any) -> LlamaForCausalLM:
         return _load(settings, tensors, target)
 
 
-def _load(settings: dict[str, Any], tensors: dict[str, Tensor], target: Any) -> LlamaForCausalLM:
+def _load(
+    settings: dict[str, Any], tensors: dict[str, Tensor], target: LoadedModel
+) -> LlamaForCausalLM:
     """The draft with these settings of a LlamaConfig, and these tensors by name."""
-    config, embeddings = LlamaConfig(**settings), target.get_input_embeddings()
+    config, embeddings = LlamaConfig(**settings), _embeddings_of(target)
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
     for name, expected in (
         ("vocab_size", embeddings.weight.shape[0]),
@@ -132,6 +135,14 @@ def _load(settings: dict[str, Any], tensors: dict[str, Tensor], target: Any) -> 
             weights[name] = tensor.float() * scale[:, None]
     load_weights(draft, weights | {EMBEDDINGS_KEY: embeddings.weight}, embeddings.weight)
     return draft.eval()
+
+
+def _embeddings_of(target: LoadedModel) -> nn.Embedding:
+    """The target's own, or a copy where it has them packed."""
+    if target.module is not None:
+        return target.module.get_input_embeddings()
+    table = target.backend.embed(torch.arange(target.num_embeddings))
+    return nn.Embedding(*table.shape, _weight=table)
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

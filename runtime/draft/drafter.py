@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +17,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass
-from sequoia_plan.runtime.models.forward import ForwardOutput
+from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Drafter(Protocol):
     vocabulary: int
     d2t: Tensor | None
     aux_hidden_state_layers: tuple[int, ...] = ()
+    notes_finite = True
+    """Does each pass note in its cache whether its logits are finite?"""
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The passes of a step with `tree`, as wide as `drafting` declares."""
@@ -89,6 +91,41 @@ class Drafter(Protocol):
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
         """Run one pass, after the one that gave `previous`. `columns` int64 [extent]."""
+
+    def representative_pass(
+        self, tensors: TreeTensors
+    ) -> tuple[DraftPass, ForwardOutput | None]:
+        """A pass whose time stands for passes of its width, and what comes before it.
+
+        It reads as many tokens as the tree has nodes, and draws one child of each into the slots
+        after the tree.
+        """
+        nodes = tensors.nodes
+        draft_pass = DraftPass(
+            input_slots=nodes,
+            offsets=tensors.offsets,  # positions relative to the root's
+            mask=tensors.mask,
+            num_parents=nodes.numel(),
+            max_children=1,
+            draw_index=nodes,
+            new_nodes=nodes + nodes.numel(),
+            parent_rows=torch.zeros_like(nodes),
+        )
+        return draft_pass, None
+
+    def logits_over_text(
+        self,
+        sequence: SequenceState,
+        slots: Tensor,
+        levels: Sequence[int],
+        aux_hidden_states: Tensor | None,
+    ) -> Tensor:
+        """The logits after tokens of a known text, as decoding steps would compute them.
+
+        The level of a token matters to a draft that reads the target's hidden states: in a step, it
+        has read those of tokens before the root only. `slots` int64 [positions];
+        `aux_hidden_states` [positions, width].
+        """
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes of up to so many tokens read no keys after their own, at any extent?"""
@@ -121,8 +158,9 @@ class HiddenStateDrafter(Drafter):
 
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
         self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
-        self.compiled_pass = compiled_pass(model)
-        self.feature_dtype = torch.float32 if self.compiled_pass else model.dtype
+        self.packed = model.packed
+        self.feature_dtype = self.packed.feature_dtype if self.packed else model.dtype
+        self.notes_finite = bool(self.packed)
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
         self.drafting = model.drafting
 
@@ -133,11 +171,53 @@ class HiddenStateDrafter(Drafter):
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
 
+    @property
+    def levels_at_once(self) -> int | None:
+        """Levels whose logits a step always computes; None: as many as are asked for."""
+        return None
+
+    def logits_over_text(
+        self,
+        sequence: SequenceState,
+        slots: Tensor,
+        levels: Sequence[int],
+        aux_hidden_states: Tensor | None,
+    ) -> Tensor:
+        """See `Drafter`; each step is drafted as a chain whose tokens are known."""
+        assert aux_hidden_states is not None
+        chain = TokenTree.chain((self.levels_at_once or max(max(levels), 0) + 1) + 1)
+        tensors = TreeTensors.of(chain, slots.device, self.model.dtype)
+        # while a step is drafted, the sequence is as long as the text before its root
+        length, passes = sequence.length.clone(), self.passes(chain, tensors)
+        logits_of_steps = []
+        for start, end in steps_of(levels):
+            logits = torch.zeros(end - start, self.vocabulary, device=slots.device)
+            if levels[start] == 0:
+                sequence.length.copy_(slots[start : start + 1])
+                extent = sequence.tokens.numel()  # attention looks at all slots
+                columns = tensors.columns(sequence.length, extent)
+                output, rows = None, []
+                for draft_pass in passes[: end - start]:
+                    output = self.forward(draft_pass, sequence, columns, output)
+                    rows.append(output.logits.float())
+                drafted = torch.cat(rows)[: end - start]
+                logits[: len(drafted)] = drafted
+            logits_of_steps.append(logits)
+            self.keep_hidden_states(sequence.draft, slots[start:end], aux_hidden_states[start:end])
+        sequence.length.copy_(length)
+        return torch.cat(logits_of_steps)
+
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Keep the hidden states that the target's pass has recorded of the nodes in `path`."""
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
         hidden_states = sequence.aux_hidden_states.index_select(0, path)
         self.keep_hidden_states(sequence.draft, slots, hidden_states)
+
+
+def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut positions into steps: ranges whose levels are 0, 1, 2, ..., or a position of level -1."""
+    starts = [position for position, level in enumerate(levels) if level <= 0]
+    return itertools.pairwise([*starts, len(levels)])
 
 
 def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
@@ -227,8 +307,7 @@ def draft_tree(
     new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
     probs, drawn, largest_logits = [], [], []
     output: ForwardOutput | None = None
-    # others check them pass by pass
-    checks_logits = isinstance(drafter, HiddenStateDrafter) and not drafter.compiled_pass
+    checks_logits = not drafter.notes_finite
     for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
         output = drafter.forward(draft_pass, sequence, columns, output)
         logits = process(draft_pass.parents, output.logits) if process else output.logits

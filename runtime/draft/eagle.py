@@ -18,7 +18,7 @@ from sequoia_plan.runtime.draft.drafter import (
     distinct_slots,
     passes_by_level,
 )
-from sequoia_plan.runtime.models.forward import ForwardOutput
+from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
 
@@ -37,6 +37,15 @@ class EagleDrafter(HiddenStateDrafter):
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots, later=tuple(deeper)), *deeper)
 
+    def representative_pass(
+        self, tensors: TreeTensors
+    ) -> tuple[DraftPass, ForwardOutput | None]:
+        """See `Drafter`: every node reads row 0 of the features before, whose logits are not read."""
+        width, device = self.model.feature_width, tensors.nodes.device
+        features = torch.zeros(1, width, dtype=self.feature_dtype, device=device)
+        previous = ForwardOutput(features[:, :0], features)
+        return super().representative_pass(tensors)[0], previous
+
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, with memory for a feature of each token.
 
@@ -46,8 +55,8 @@ class EagleDrafter(HiddenStateDrafter):
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
         cache: Any
-        if self.compiled_pass:
-            cache = self.compiled_pass.new_cache(capacity, counts_positions=windowed)
+        if self.packed:
+            cache = self.packed.new_cache(capacity, counts_positions=windowed)
         else:
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
@@ -74,9 +83,9 @@ class EagleDrafter(HiddenStateDrafter):
         The first pass reads committed tokens, whose features are recorded, and later passes read
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
-        if self.compiled_pass:
+        if self.packed:
             outputs = previous and previous.hidden_states
-            logits, outputs = self.compiled_pass.read_level(draft_pass, sequence, outputs)
+            logits, outputs = self.packed.read_level(draft_pass, sequence, outputs)
             return ForwardOutput(logits[:, : self.vocabulary], outputs)
         cache: Any = sequence.draft
         passes = (draft_pass, *draft_pass.later)
@@ -145,7 +154,7 @@ class EagleDrafter(HiddenStateDrafter):
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`."""
-        model = self.compiled_pass or self.model
+        model = self.packed or self.model
         return model.fuse(hidden_states)
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
@@ -174,8 +183,8 @@ class EagleDrafter(HiddenStateDrafter):
         mask, cosines and sines. Returns logits and outputs of the last rows.
         """
         slots, positions, mask, *angles = rows
-        if self.compiled_pass:
-            logits, outputs = self.compiled_pass(
+        if self.packed:
+            logits, outputs = self.packed(
                 cache, tokens, features, positions, slots, mask, logits_to_keep
             )
             return logits[:, : self.vocabulary], outputs

@@ -27,16 +27,8 @@ from sequoia_plan.runtime.draft.checkpoint import (
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
-from sequoia_plan.runtime.models.architecture import (
-    FULL,
-    WINDOWED,
-    decoder_layers,
-    execution_device,
-    text_config,
-    unwrapped,
-)
-from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
-from sequoia_plan.runtime.models.vocabulary import vocabulary_size
+from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM, FULL, WINDOWED
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 LAYER_IDS = {
     (EAGLE1, False): (),
@@ -104,9 +96,9 @@ SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
 values that they may have; those of `ANY` are checked where they are read."""
 
 
-def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> HiddenStateDraft:
+def load_checkpoint(checkpoint: Checkpoint, target: LoadedModel, dtype: torch.dtype) -> HiddenStateDraft:
     """Build the draft, in `dtype` and on the device where the target computes."""
-    device = execution_device(target)
+    device = target.device
     weights = {
         name: checkpoint.weights[name] for name in checkpoint.weights.keys() - {"d2t", "t2d"}
     }
@@ -121,10 +113,10 @@ def load_checkpoint(checkpoint: Checkpoint, target: Any, dtype: torch.dtype) -> 
     return draft.eval().requires_grad_(False)
 
 
-def length_remarks(checkpoint: Checkpoint, draft: HiddenStateDraft, target: Any) -> tuple[str, ...]:
+def length_remarks(checkpoint: Checkpoint, draft: HiddenStateDraft, target: LoadedModel) -> tuple[str, ...]:
     """What a person should know about the texts it was trained on: one sentence, or none."""
     trained_length = getattr(draft.config, "max_position_embeddings", None)
-    context = text_config(target).max_position_embeddings or 0
+    context = target.config.max_position_embeddings or 0
     if not trained_length or trained_length >= context:
         return ()
     return (
@@ -141,15 +133,15 @@ def eagle3_default_layers(num_layers: int) -> tuple[int, ...]:
     return 2, num_layers // 2, num_layers - 3  # a number k is the output of layer k, from 1
 
 
-def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
+def _build(checkpoint: Checkpoint, target: LoadedModel) -> HiddenStateDraft:
     """The draft's module. Embeddings and head are its own where the target's cannot serve."""
     weights, algorithm = checkpoint.weights, checkpoint.algorithm
     layer_config, d2t = _layer_config(checkpoint, target), _d2t(checkpoint, target)
-    other_width = layer_config.hidden_size != text_config(target).hidden_size
+    other_width = layer_config.hidden_size != target.config.hidden_size
     settings, vocabulary = _settings(checkpoint), layer_config.vocab_size
     other_head = d2t is not None or (settings.get("draft_vocab_size") or vocabulary) != vocabulary
     has_head = other_head or other_width or "lm_head.weight" in weights
-    draft_vocabulary = vocabulary_size(target) if d2t is None else d2t.numel()
+    draft_vocabulary = target.vocabulary if d2t is None else d2t.numel()
     arguments: dict[str, Any] = {
         "config": layer_config,
         "target": target,
@@ -177,7 +169,7 @@ def _build(checkpoint: Checkpoint, target: Any) -> HiddenStateDraft:
     return draft
 
 
-def _layer_config(checkpoint: Checkpoint, target: Any) -> Any:
+def _layer_config(checkpoint: Checkpoint, target: LoadedModel) -> Any:
     """The configuration of the draft's layers, as an object of transformers."""
     config = checkpoint.config
     section = config["transformer_layer_config"] if checkpoint.from_speculators else config
@@ -195,7 +187,7 @@ def _layer_config(checkpoint: Checkpoint, target: Any) -> Any:
             f"{num_layers}"
         )
     layer_config = LAYER_CLASSES[settings["model_type"]][0](**settings)
-    vocabulary = text_config(target).vocab_size
+    vocabulary = target.config.vocab_size
     if layer_config.vocab_size != vocabulary:
         raise SequoiaPlanError(
             f"vocab_size: made for a target of {layer_config.vocab_size} tokens, this one has "
@@ -204,7 +196,7 @@ def _layer_config(checkpoint: Checkpoint, target: Any) -> Any:
     return layer_config
 
 
-def _d2t(checkpoint: Checkpoint, target: Any) -> Tensor | None:
+def _d2t(checkpoint: Checkpoint, target: LoadedModel) -> Tensor | None:
     """int64 [draft vocabulary]: the target's tokens, from the offsets in files; None if they agree.
 
     `t2d` marks the same tokens; where one of the two was not filled, they differ.
@@ -218,7 +210,7 @@ def _d2t(checkpoint: Checkpoint, target: Any) -> Tensor | None:
         not offsets.is_floating_point()
         and 0 < len(tokens) == d2t.numel()
         and min(tokens) >= 0
-        and max(tokens) < vocabulary_size(target)
+        and max(tokens) < target.vocabulary
         and (t2d is None or tokens == set(t2d.nonzero().flatten().tolist()))
     )
     if not is_valid:
@@ -229,7 +221,7 @@ def _d2t(checkpoint: Checkpoint, target: Any) -> Tensor | None:
     return d2t
 
 
-def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, ...]:
+def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tuple[int, ...]:
     """Which hidden states of this target the draft reads, numbered as in aux_hidden_states.py."""
     keys = LAYER_IDS[checkpoint.algorithm, checkpoint.from_speculators]
     layer_ids = {
@@ -244,7 +236,7 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: Any) -> tuple[int, 
         )
     if not keys:
         return (AFTER_FINAL_NORM,)
-    num_layers = len(decoder_layers(unwrapped(target))[1])
+    num_layers = target.config.num_hidden_layers
     shift = 0 if checkpoint.from_speculators else 1  # what makes our number of a number in the file
     key = next(iter(layer_ids), keys[0])
     ids: Any = layer_ids.get(key)
@@ -295,14 +287,14 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return settings
 
 
-def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: Any) -> DraftBlock:
+def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: LoadedModel) -> DraftBlock:
     """What a block of this DFlash draft is, from its config.json.
 
     A block is the tokens that one pass reads: the root's, and mask tokens after it.
     """
     from_speculators, algorithm = checkpoint.from_speculators, checkpoint.algorithm
     size, mask_token = settings.get("block_size"), settings.get("mask_token_id")
-    num_embeddings = target.get_input_embeddings().num_embeddings
+    num_embeddings = target.num_embeddings
     if not (_is_int(size) and 2 <= size <= MAX_BLOCK_SIZE and _is_int(mask_token)):
         raise SequoiaPlanError(
             f"block_size, mask_token_id: found {size!r:.20} and {mask_token!r:.20}, expected whole "

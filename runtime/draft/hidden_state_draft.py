@@ -21,8 +21,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from sequoia_plan.artifacts import EAGLE_DRAFT, Drafting
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
-from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, text_config
+from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, rope_changes
 from sequoia_plan.runtime.models.attention import attending
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
+from sequoia_plan.runtime.models.metadata import module_metadata
+from sequoia_plan.runtime.models.module_state import Watch, check_mode, weight_memory, weights
+from sequoia_plan.runtime.models.parallel import is_on_one_cuda_device
 
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
@@ -42,11 +46,14 @@ class HiddenStateDraft(nn.Module):
 
     d2t: Tensor | None
     drafting: Drafting = EAGLE_DRAFT
+    packed: Any
+    """What runs its passes in place of its modules; see `backends.pack_draft`."""
+    num_changes = 0
 
     def __init__(
         self,
         config: Any,
-        target: Any,
+        target: LoadedModel,
         aux_hidden_state_layers: tuple[int, ...],
         d2t: Tensor | None,
         has_embeddings: bool,
@@ -54,11 +61,14 @@ class HiddenStateDraft(nn.Module):
     ) -> None:
         super().__init__()
         config._attn_implementation = "sdpa"
-        self.config, self._target = config, (target,)
+        self.config, self.target = config, target
+        self.packed = None
+        self.num_fused = 0
+        self.watch = Watch(weights)
         self.aux_hidden_state_layers = aux_hidden_state_layers
         width = config.hidden_size
         self.feature_width = width
-        self.fused_width = len(aux_hidden_state_layers) * text_config(target).hidden_size
+        self.fused_width = len(aux_hidden_state_layers) * target.config.hidden_size
         if config.model_type in LAYER_CLASSES:  # an MTP head's layer is of the target's kind
             _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
             self.rotary_emb = rotary_class(config)
@@ -83,13 +93,47 @@ class HiddenStateDraft(nn.Module):
         """Positions that windowed layers attend to; None if no layer has a window."""
         return int(self.config.sliding_window) if WINDOWED in self.layer_types else None
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Its own embeddings, or the target's."""
-        return self.embed_tokens or self._target[0].get_input_embeddings()
+    @property
+    def vocabulary(self) -> int:
+        """How many logits it gives for each token."""
+        return self.target.vocabulary if self.lm_head is None else self.lm_head.out_features
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Its own output head, or the target's."""
-        return self.lm_head or self._target[0].get_output_embeddings()
+    @property
+    def version(self) -> int:
+        """Grows with each change of the weights that was noticed."""
+        return self.packed.version if self.packed else self.num_changes
+
+    def metadata(self) -> dict[str, Any]:
+        """Digest, content, dtype, parameters and placement, as profiles record them."""
+        recorded = module_metadata(self) | {"placement": "resident"}
+        if self.packed:
+            recorded |= {"placement": "compiled", "weights": self.packed.formats}
+        elif self.num_fused:
+            recorded |= {"placement": "fused", "fused_layers": self.num_fused}
+        return recorded
+
+    def check(self) -> None:
+        """Follow changes of the weights, or raise SequoiaPlanError."""
+        check_mode(self)
+        if self.packed:
+            self.packed.check()
+        elif self.watch.changes(self):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take the weights anew, whether or not a change can be seen."""
+        if self.packed:
+            self.packed.refresh()
+        self.num_changes += 1
+        self.watch.look(self)
+
+    def can_be_captured(self) -> bool:
+        """Can a pass be a part of a CUDA graph?"""
+        return is_on_one_cuda_device(self) and not rope_changes(self.config)
+
+    def weight_memory(self) -> tuple[tuple[int, int], ...]:
+        """Address and bytes of each tensor."""
+        return weight_memory(self)
 
     def new_layers(self) -> nn.ModuleList:
         """New layers, which have weights of no meaning."""
@@ -107,16 +151,19 @@ class HiddenStateDraft(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [..., tokens] -> [..., tokens, hidden size]."""
-        table: Any = self.get_input_embeddings()
-        if self.embed_tokens is not None:  # which may lack the target's last tokens
-            tokens = tokens.clamp(max=table.num_embeddings - 1)
-        return table(tokens).to(self.dtype)
+        if self.embed_tokens is None:
+            return self.target.backend.embed(tokens).to(self.dtype)
+        # which may lack the target's last tokens
+        tokens = tokens.clamp(max=self.embed_tokens.num_embeddings - 1)
+        embedded: Tensor = self.embed_tokens(tokens).to(self.dtype)
+        return embedded
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden size] -> logits [..., draft vocabulary]."""
         if self.lm_head is None:
-            hidden_states = hidden_states.to(self._target[0].dtype)
-        return self.get_output_embeddings()(hidden_states)
+            return self.target.backend.head(hidden_states)
+        logits: Tensor = self.lm_head(hidden_states)
+        return logits
 
     def cache_layout(self) -> int | CacheLayout:
         """The memory of its layers' keys and values, or the number of its layers."""

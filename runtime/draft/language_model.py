@@ -1,8 +1,7 @@
 """Drafting with a language model, one pass a level; its KV cache is its own or the target's."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,8 +23,7 @@ from sequoia_plan.runtime.draft.drafter import (
     passes_by_level,
 )
 from sequoia_plan.runtime.models.architecture import model_type
-from sequoia_plan.runtime.models.forward import ForwardOutput, TreeModel
-from sequoia_plan.runtime.models.probe import probe
+from sequoia_plan.runtime.models.loaded_model import ForwardOutput, LoadedModel
 
 
 class LanguageModelDrafter(Drafter):
@@ -33,14 +31,13 @@ class LanguageModelDrafter(Drafter):
 
     drafting: Drafting = LANGUAGE_MODEL
 
-    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
+    def __init__(self, model: LoadedModel, vocabulary: int, d2t: Tensor | None = None) -> None:
         try:
-            layout = probe(model)
+            model.backend.prepare(())
         except SequoiaPlanError as error:
             raise SequoiaPlanError(f"draft: {error}") from error
-        self.model = TreeModel(model, layout, vocabulary)
-        self.vocabulary, self.d2t = vocabulary, d2t
-        if self.model.recurrent_modules:
+        self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
+        if model.chains_only:
             raise SequoiaPlanError(
                 f"draft: {model_type(model)} has layers with a recurrent state, expected attention "
                 "alone, because a draft reads tokens again; name another draft, or none"
@@ -52,7 +49,7 @@ class LanguageModelDrafter(Drafter):
 
     def splits_keys(self, tokens: int) -> bool:
         """As the model's passes do."""
-        return self.model.splits_keys(tokens)
+        return self.model.backend.splits_keys(tokens)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """One pass for each level that has children, over the nodes that have them.
@@ -90,7 +87,7 @@ class LanguageModelDrafter(Drafter):
             read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
             positions.clamp_(min=0)
         mask = draft_pass.mask.index_select(1, columns)
-        return self.model(
+        output = self.model(
             sequence.draft,
             sequence.tokens[read_slots],
             positions,
@@ -98,6 +95,20 @@ class LanguageModelDrafter(Drafter):
             mask,
             logits_to_keep=draft_pass.num_parents,
         )
+        return ForwardOutput(output.logits[:, : self.vocabulary])
+
+    def logits_over_text(
+        self,
+        sequence: SequenceState,
+        slots: Tensor,
+        levels: Sequence[int],
+        aux_hidden_states: Tensor | None,
+    ) -> Tensor:
+        """See `Drafter`: they do not depend on the level."""
+        columns = torch.arange(int(slots[-1]) + 1, device=slots.device)
+        mask = additive_mask(columns <= slots[:, None], self.model.dtype)
+        logits = self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask).logits
+        return logits[:, : self.vocabulary]
 
     def num_read_again(self, tree: TokenTree) -> int:
         """The token before the root."""
@@ -110,7 +121,7 @@ class LanguageModelDrafter(Drafter):
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]); the cache then has them."""
         all_slots = torch.arange(extent, device=slots.device)
-        mask = additive_mask(all_slots <= slots[:, None], self.model.model.dtype)
+        mask = additive_mask(all_slots <= slots[:, None], self.model.dtype)
         tokens = sequence.tokens[slots]
         self.model(sequence.draft, tokens, slots, slots, mask, logits_to_keep=1)
 
@@ -120,7 +131,7 @@ class LanguageModelDrafter(Drafter):
 
 
 class SelfDrafter(LanguageModelDrafter):
-    """A copy of the target that uses the target's KV cache (see `self_draft.shares_cache`).
+    """A copy of the target that uses the target's KV cache (see `LoadedModel.copy_of`).
 
     It attends to the target's keys and values of committed tokens, which are nearly its own. Those
     of nodes are its own until the target's pass over the tree writes the same slots.
@@ -134,6 +145,30 @@ class SelfDrafter(LanguageModelDrafter):
 
     def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
         """The target reads the prompt."""
+
+    def logits_over_text(
+        self,
+        sequence: SequenceState,
+        slots: Tensor,
+        levels: Sequence[int],
+        aux_hidden_states: Tensor | None,
+    ) -> Tensor:
+        """See `Drafter`: the target's cache is left as it is.
+
+        A token attends to the target's keys and values before the root of its step, and to the
+        draft's own from the root on. The draft's own are written behind the text in another cache.
+        """
+        end, count = int(slots[-1]) + 1, slots.numel()
+        cache = self.new_cache(end + count)
+        for own, targets in zip(cache.blocks, sequence.draft.blocks, strict=True):
+            own[:, :, :, :end] = targets[:, :, :, :end]
+        positions = torch.arange(count, device=slots.device)
+        steps_begin = positions - torch.tensor(levels, device=slots.device).clamp(min=0)
+        roots = steps_begin.clamp(min=0)
+        sees_target = torch.arange(end, device=slots.device) < slots[roots][:, None]
+        sees_draft = (positions <= positions[:, None]) & (positions >= roots[:, None])
+        mask = additive_mask(torch.cat([sees_target, sees_draft], 1), self.model.dtype)
+        return self.model(cache, sequence.tokens[slots], slots, end + positions, mask).logits
 
     def num_read_again(self, tree: TokenTree) -> int:
         """None."""

@@ -16,16 +16,13 @@ import torch
 from msgspec import structs
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, HiddenStateDraft
-from sequoia_plan.runtime.models.architecture import (
-    FULL,
-    execution_device,
-    text_config,
-)
-from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
+from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM, FULL
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.models.pretrained import downloaded_folder
 
 MTP = "mtp"
@@ -83,7 +80,7 @@ class MtpDraft(HiddenStateDraft):
     of these lie side by side, the target's hidden state first.
     """
 
-    def __init__(self, config: Any, blocks: Sequence[Any], target: Any) -> None:
+    def __init__(self, config: Any, blocks: Sequence[Any], target: LoadedModel) -> None:
         super().__init__(config, target, (AFTER_FINAL_NORM,), None, False, 0)
         width, self.num_heads = config.hidden_size, len(blocks)
         self.heads = nn.ModuleList(MtpHead(block, width, target.dtype) for block in blocks)
@@ -136,15 +133,16 @@ class MtpDraft(HiddenStateDraft):
         return self.head(outputs[0][:, -logits_to_keep:]), passed_on  # [-0:] keeps all rows
 
 
-def load_mtp(target: Any) -> MtpDraft:
+def load_mtp(model: LoadedModel) -> MtpDraft:
     """The heads in the checkpoint that `target` was loaded from."""
-    folder = downloaded_folder(target.config.name_or_path)
-    config = text_config(target)
+    config = model.config
+    whole_config = config if model.module is None else model.module.config
+    folder = downloaded_folder(whole_config.name_or_path)
     heads = _tensors_of_heads(folder, config.num_hidden_layers)
     try:
         if not heads:
             raise SequoiaPlanError(_why_none(config))
-        return build_mtp(target, [heads[number] for number in range(len(heads))])
+        return build_mtp(model, [heads[number] for number in range(len(heads))])
     except Exception as error:  # transformers raises errors of many types
         ours = isinstance(error, SequoiaPlanError)
         reason = error if ours else f"its MTP head cannot be built: {first_line(error)}"
@@ -179,13 +177,16 @@ def _why_none(config: Any) -> str:
     return "has no MTP head (no tensors named mtp.*, and none behind its last layer)"
 
 
-def build_mtp(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
+def build_mtp(model: LoadedModel, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
     """The draft of heads with these weights, by the names of `MtpHead`'s parameters.
 
     transformers loads a head's layer as that of a model with one layer, and so converts weights as
     it does for the target.
     """
-    config = copy.deepcopy(text_config(target))
+    config = copy.deepcopy(model.config)
+    target_class: Any = type(model.module)
+    if model.module is None:
+        target_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # what numbers the target's layers does not number these
     changes = {
         "num_hidden_layers": 1,
@@ -197,7 +198,7 @@ def build_mtp(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
         setattr(config, name, changes[name])
     no_words = copy.deepcopy(config)
     no_words.vocab_size, no_words.pad_token_id = 1, None
-    prefix = target.base_model_prefix
+    prefix = target_class.base_model_prefix
     words = dict.fromkeys(
         (f"{prefix}.embed_tokens.weight", "lm_head.weight"), torch.zeros(1, config.hidden_size)
     )
@@ -208,26 +209,26 @@ def build_mtp(target: Any, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
             for name, tensor in tensors.items()
             if name not in own
         }
-        model, info = type(target).from_pretrained(
+        layer, info = target_class.from_pretrained(
             None,
             config=no_words,
             state_dict=words | weights,
-            dtype=target.dtype,
+            dtype=model.dtype,
             output_loading_info=True,
         )
         wrong = own - tensors.keys() | info["missing_keys"] | info["unexpected_keys"]
         if wrong:
             raise SequoiaPlanError(
-                f"the tensors of MTP head {number} are not those of a {type(target).__name__}'s "
+                f"the tensors of MTP head {number} are not those of a {target_class.__name__}'s "
                 f"layer: {min(wrong)} is missing or unknown"
             )
-        for module in model.modules():
+        for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = number
-        blocks.append(model.base_model)
-    draft = MtpDraft(config, blocks, target)
+        blocks.append(layer.base_model)
+    draft = MtpDraft(config, blocks, model)
     with torch.no_grad():
         for head, tensors in zip(draft.heads, heads, strict=True):
             for name in own:
                 head.get_parameter(name).copy_(tensors[name])
-    return draft.to(execution_device(target)).eval().requires_grad_(False)
+    return draft.to(model.device).eval().requires_grad_(False)

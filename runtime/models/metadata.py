@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.runtime.models.dtype import dtype_name
-from sequoia_plan.runtime.models.recurrent import recurrent_modules
 
 FIRST_NUMBERS, SPREAD_NUMBERS = 64, 128
 """How many numbers of each parameter are hashed: its first ones, and as many others spread over all
 of it. They tell weights apart without reading gigabytes."""
 
 
-def model_metadata(
-    name: str, model: Any, samples: Mapping[str, Tensor] | None = None
+def module_metadata(
+    model: Any, samples: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Name, digest, content, dtype and parameters of a model.
+    """Digest, content, dtype and parameters of a module.
 
     `digest` hashes the configuration and each parameter's first numbers, `content` numbers from all
     over each parameter: those in `samples`, for a model whose weights are not in memory.
@@ -40,12 +39,11 @@ def model_metadata(
         digest.update(sample[:FIRST_NUMBERS].numpy().tobytes())
         content.update(sample.numpy().tobytes())
     return {
-        "name": name,
         "digest": digest.hexdigest()[:16],
         "content": content.hexdigest()[:16],
         "dtype": dtype_name(model.dtype),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    } | ({"recurrent_layers": count} if (count := len(recurrent_modules(model))) else {})
+    }
 
 
 def sampled_positions(count: int) -> Tensor:

@@ -13,14 +13,14 @@ def is_split(model: Any) -> bool:
     return (getattr(unwrapped(model), "_tp_size", None) or 1) > 1
 
 
-def shared_seed(model: Any) -> int:
-    """A seed that PyTorch's generator draws; if `model` is split, the first process's in all."""
-    seed = int(torch.randint((1 << 63) - 1, ()))
-    if is_split(model):
-        seeds = [seed]  # a list, because the call replaces its entries in place
-        torch.distributed.broadcast_object_list(seeds, group=_group(model), group_src=0)
-        seed = seeds[0]
-    return seed
+def is_on_one_cuda_device(model: Any) -> bool:
+    """True if all of `model` is on one CUDA device, in one process, and nobody has compiled it
+    (`torch.compile(model)`, `model.compile()`)."""
+    is_wrapped = hasattr(model, "_orig_mod")
+    is_compiled = is_wrapped or getattr(model, "_compiled_call_impl", None) is not None
+    devices = {parameter.device for parameter in model.parameters()}
+    is_on_one = len(devices) == 1 and devices.pop().type == "cuda"
+    return is_on_one and not is_compiled and not is_split(model)
 
 
 def from_first(model: Any, values: Tensor) -> Tensor:

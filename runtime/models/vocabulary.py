@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import text_config
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 
 def check_tokenizers(target: Any, draft: Any) -> int:
@@ -34,19 +35,23 @@ def vocabulary_size(model: Any) -> int:
     return int(getattr(head, "out_features", 0) or text_config(model).vocab_size)
 
 
+def common_tokens(target: LoadedModel, draft: LoadedModel) -> int:
+    """How many first tokens two models' vocabularies have in common; SequoiaPlanError if few."""
+    if target.tokens and target.tokens == draft.tokens:
+        return len(target.tokens)
+    return check_tokenizers(target.tokenizer, draft.tokenizer)
+
+
 def shared_vocabulary(
-    target: Any, draft: Any, tokenizer: Any = None, draft_tokenizer: Any = None
+    target: Any, draft: Any, common_size: int | None = None
 ) -> tuple[int, Tensor | None]:
     """Which tokens the draft can propose.
 
     The target's logits are never cut. It keeps the tokens that the draft does not have, so the
     distribution of the output is the same. `draft` int64 [draft vocabulary].
     """
-    target_size, draft_size = vocabulary_size(target), vocabulary_size(draft)
-    common_size: int | None = None
-    if tokenizer is not None and draft_tokenizer is not None:
-        common_size = check_tokenizers(tokenizer, draft_tokenizer)
-    d2t: Tensor | None = getattr(draft, "d2t", None)
+    target_size, draft_size = target.vocabulary, draft.vocabulary
+    d2t: Tensor | None = draft.d2t
     if d2t is not None:
         check_d2t(d2t, target_size, draft_size)
         return d2t.numel(), d2t

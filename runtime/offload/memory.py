@@ -152,11 +152,6 @@ def cache_bytes(model: Any) -> int:
 
 
 def own_bytes(draft: Any, target: Any) -> int:
-    """Bytes of a draft's parameters and buffers, without those that it shares with the target."""
-    target_tensors = (*target.parameters(), *target.buffers())
-    target_addresses = {tensor.data_ptr() for tensor in target_tensors}
-    return sum(
-        tensor.numel() * tensor.dtype.itemsize
-        for tensor in (*draft.parameters(), *draft.buffers())
-        if tensor.data_ptr() not in target_addresses
-    )
+    """Bytes of a draft's weights, without those that it shares with the target."""
+    shared = dict(target.weight_memory())
+    return sum(size for address, size in draft.weight_memory() if address not in shared)

@@ -1,8 +1,9 @@
-"""A model's weights in one file, in the order in which a pass needs them, to be read in blocks.
+"""A model's weights in one file, in the order in which a pass needs them: docs/format.md.
 
 The first block has what is outside the layers; one block for each layer follows. Each block begins
 at a multiple of 4,096 bytes, as reads past the page cache require, and has a checksum. The index of
-the blocks is JSON at the end of the file, and after it come its length and its checksum.
+the blocks is JSON at the end of the file, and after it come its length and its checksum. A file is
+mapped into memory, or its layers are read in every pass.
 """
 
 import math
@@ -11,34 +12,50 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from filelock import FileLock
-from msgspec import Struct
+from msgspec import Struct, structs
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.models.dtype import dtype_name
+from sequoia_plan.runtime.base.cache import round_up
+from sequoia_plan.runtime.models.stored import Source
 
 ALIGNMENT = 4096
 """Offsets, sizes and addresses of reads are multiples of so many bytes."""
+TENSOR_ALIGNMENT = 64
+"""Tensors begin at multiples of so many bytes."""
+VERSION = 1
 MAX_INDEX_BYTES = 1 << 28
 INDEX_END = struct.Struct("<QI")
 """The end of the file: how long the index is in bytes, and its CRC-32."""
 REMEDY = "delete it, and it will be made again"
 """Ends the messages about a file that cannot be used."""
+WRITERS = 2
+"""Threads that make blocks."""
 
 
-class Place(Struct, frozen=True):
-    """Where a tensor is in its block: torch's name of its dtype, its shape, and its first byte."""
+class Place(Struct, frozen=True, omit_defaults=True):
+    """Where a tensor is in its block: torch's name of its dtype, its shape, and its first byte.
+
+    A packed matrix is uint8 [tiles, bytes of one]; `format`, `outputs` and `inputs` are the
+    matrix's own.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    start: int = 0
+    format: str = ""
+    outputs: int = 0
+    inputs: int = 0
 
     @property
     def size(self) -> int:
@@ -66,9 +83,10 @@ class WeightBlock(Struct, frozen=True, eq=False):
 
 
 class Index(Struct):
-    """What a file of weights holds, and a hash of what it was made from."""
+    """What a file of weights holds, and what it was made from."""
 
-    source: str
+    version: int
+    source: Source
     blocks: tuple[WeightBlock, ...]
 
     def to_bytes(self) -> bytes:
@@ -83,13 +101,14 @@ class WeightFile:
     Several processes may have it open. If another file is renamed over it, this one stays as it is.
     """
 
-    def __init__(self, path: Path, source: str | None = None) -> None:
+    def __init__(self, path: Path, fingerprint: str | None = None) -> None:
         self.path = path
         try:
-            self.blocks = _read_blocks(path, source)
+            self.index = _read_index(path, fingerprint)
             self.fd = _open_past_page_cache(path)
         except OSError as error:
             raise SequoiaPlanError(f"{path}: cannot be read ({error.strerror or error})") from error
+        self.blocks = self.index.blocks
         self.size_and_mtime = _size_and_mtime(self.fd)
 
     def close(self) -> None:
@@ -97,6 +116,12 @@ class WeightFile:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+    def map(self) -> NDArray[np.uint8]:
+        """The whole file as memory that processes share; pages are read when they are used."""
+        mapped = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
+        _ask_for_large_pages(mapped)
+        return np.frombuffer(mapped, np.uint8)
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill `memory` with the file's bytes from `offset` on.
@@ -143,7 +168,9 @@ class WeightFile:
 
 def aligned_memory(size: int) -> Tensor:
     """uint8 [size]: zeros that begin at a page."""
-    return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+    memory = mmap.mmap(-1, max(size, 1))
+    _ask_for_large_pages(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
 
 def bytes_of(memory: Tensor) -> memoryview:
@@ -152,8 +179,14 @@ def bytes_of(memory: Tensor) -> memoryview:
     return view.cast("B") if memory.numel() else view
 
 
-def _read_blocks(path: Path, source: str | None) -> tuple[WeightBlock, ...]:
-    """The blocks of a file that was made from `source` (None: from any) and is whole."""
+def _ask_for_large_pages(memory: mmap.mmap) -> None:
+    """With pages of 4 KB, reading weights once takes up to twice as long."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _read_index(path: Path, fingerprint: str | None) -> Index:
+    """The index of a file that was made from such a source (None: from any) and is whole."""
     with open(path, "rb") as file:
         start_of_end = max(file.seek(0, os.SEEK_END) - INDEX_END.size, 0)
         file.seek(start_of_end)
@@ -167,11 +200,11 @@ def _read_blocks(path: Path, source: str | None) -> tuple[WeightBlock, ...]:
         index = msgspec.json.decode(data, type=Index)
     except msgspec.DecodeError as error:
         raise SequoiaPlanError(f"{path}: not a file of weights; {REMEDY}") from error
-    if source not in (None, index.source):
+    if index.version != VERSION or fingerprint not in (None, index.source.fingerprint):
         raise SequoiaPlanError(
             f"{path}: made from another model, or from one that has changed since; {REMEDY}"
         )
-    return index.blocks
+    return index
 
 
 def _open_past_page_cache(path: Path) -> int:
@@ -188,19 +221,63 @@ def _size_and_mtime(fd: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-WeightLayout = Sequence[Mapping[str, Tensor]]
-"""The tensors of each block by name; only their dtypes and shapes count."""
+WeightLayout = Sequence[Mapping[str, Place]]
+"""The tensors of each block by name; where they start is still to be found."""
+Fill = Callable[[str, NDArray[np.uint8]], None]
+"""Writes the tensor of a name into its memory, which is zeros before."""
+
+
+def place_blocks(layout: WeightLayout) -> tuple[WeightBlock, ...]:
+    """Where everything of a layout lies; the checksums are still 0."""
+    blocks, offset = [], 0
+    for tensors in layout:
+        places, size = {}, 0
+        for name, place in tensors.items():
+            places[name] = structs.replace(place, start=size)
+            size = round_up(size + place.size, TENSOR_ALIGNMENT)
+        blocks.append(WeightBlock(offset, round_up(size, ALIGNMENT), 0, places))
+        offset += blocks[-1].size
+    return tuple(blocks)
 
 
 def write_weights(
-    path: Path, layout: WeightLayout, load: Callable[[str], Tensor], source: str
+    path: Path,
+    layout: WeightLayout,
+    fill: Fill,
+    source: Callable[[], Source],
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write a file of weights beside `path`, then rename it to `path`."""
-    unfinished = _unfinished(path)
+    """Write a file of weights beside `path`, then rename it to `path`.
+
+    Tensors are written where they lie in the file, mapped, so they take no memory of this process.
+    `source` is called once they are there; `on_bytes` now and then, with the bytes so far and all.
+    """
+    blocks, unfinished = place_blocks(layout), _unfinished(path)
+    size, done = blocks[-1].offset + blocks[-1].size, 0
     try:
-        with open(unfinished, "wb") as file:
-            blocks = tuple(_write_block(file, tensors, load) for tensors in layout)
-            file.write(Index(source, blocks).to_bytes())
+        with open(unfinished, "w+b") as file:
+            # a full disk is an error here; later, it would be a signal
+            getattr(os, "posix_fallocate", lambda fd, _, size: os.ftruncate(fd, size))(
+                file.fileno(), 0, size
+            )
+            mapped = mmap.mmap(file.fileno(), size)
+            _ask_for_large_pages(mapped)
+            memory: Any = np.frombuffer(mapped, np.uint8)
+
+            def write_block(block: WeightBlock) -> WeightBlock:
+                """Fill a block, and take its checksum."""
+                nonlocal done
+                part = memory[block.offset : block.offset + block.size]
+                for name, place in block.tensors.items():
+                    fill(name, part[place.start : place.start + place.size])
+                done += block.size
+                on_bytes(done, size)
+                return structs.replace(block, checksum=zlib.crc32(part))
+
+            with ThreadPoolExecutor(WRITERS) as writers:
+                written = tuple(writers.map(write_block, blocks))
+            file.seek(size)
+            file.write(Index(VERSION, source(), written).to_bytes())
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -219,22 +296,3 @@ def exclusive_lock(path: Path) -> Iterator[None]:
 def _unfinished(path: Path) -> Path:
     """The file beside `path` that is written first, and renamed to it in the end."""
     return path.with_name(f".{path.name}.unfinished")
-
-
-def _write_block(
-    file: IO[bytes], tensors: Mapping[str, Tensor], load: Callable[[str], Tensor]
-) -> WeightBlock:
-    """Write a block's tensors, and zeros up to the next block's begin."""
-    places: dict[str, Place] = {}
-    offset, size, checksum = file.tell(), 0, 0
-    for name, expected in tensors.items():
-        tensor = load(name).to(device="cpu", dtype=expected.dtype)
-        tensor = tensor.reshape(expected.shape).contiguous()
-        data = bytes_of(tensor.view(-1).view(torch.uint8))
-        file.write(data)
-        checksum = zlib.crc32(data, checksum)
-        places[name] = Place(dtype_name(expected.dtype), tuple(expected.shape), size)
-        size += len(data)
-    padding = bytes(-size % ALIGNMENT)
-    file.write(padding)
-    return WeightBlock(offset, size + len(padding), zlib.crc32(padding, checksum), places)

@@ -1,6 +1,5 @@
-"""The compiled pass of an EAGLE-3 draft."""
+"""The packed pass of an EAGLE-3 draft."""
 
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -9,67 +8,84 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.packed.attention import BLOCK
-from sequoia_plan.runtime.backends.packed.compiled_pass import (
-    CompiledCache,
-    CompiledModel,
-    CompiledPass,
+from sequoia_plan.runtime.backends.packed.backend import multiplied
+from sequoia_plan.runtime.backends.packed.forward import UNIT, put_side_by_side
+from sequoia_plan.runtime.backends.packed.packed_pass import (
+    PackedCache,
+    PackedPass,
     cache_dtype,
     visible_slots,
 )
-from sequoia_plan.runtime.backends.packed.forward import UNIT, project, put_side_by_side
-from sequoia_plan.runtime.backends.packed.packing import Arena, in_8_bits, pack
-from sequoia_plan.runtime.backends.packed.weights import Embedding, blocks_of, describe, pack_model
-from sequoia_plan.runtime.models.compiled_passes import passes
+from sequoia_plan.runtime.backends.packed.weights import Storage, model_of, packed_in_memory
+from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
-from sequoia_plan.runtime.models.model_state import State, Watch, copied, weights
+from sequoia_plan.runtime.models.module_state import State, Watch, weights, workings
+from sequoia_plan.runtime.models.stored import ModuleSource
+
+IN_8_BITS = Storage(bits=8)
 
 
-class CompiledEagle(CompiledModel):
-    """Runs the passes of a draft that reads tokens with features (`draft.eagle_model.Eagle3`)."""
+class PackedEagle:
+    """Runs the passes of a draft that reads tokens with features (`draft.eagle_model.Eagle3`).
+
+    Its matrices are rounded to 8 bits.
+    """
+
+    feature_dtype = torch.float32
+    formats = "Q8_0"
 
     def __init__(self, draft: Any) -> None:
-        self.watch = Watch(_copied)
+        self.watch, self.version = Watch(_state), 0
         self.pack(draft)
 
+    def __reduce__(self) -> Any:
+        """For pickle and copies: packed anew from the copy of the draft."""
+        return PackedEagle, (self.draft,)
+
     def pack(self, draft: Any) -> None:
-        """See `Copy`."""
-        config, first = draft.config, draft.layers[0]
-        self.dtype = cache_dtype(draft)
-        head = draft.get_output_embeddings()
-        packed = pack_model(
-            list(draft.layers), draft.norm, head, config, config.head_dim, self.dtype.itemsize,
-            convert=in_8_bits,
-        )  # fmt: skip
-        self.fc = pack(in_8_bits(blocks_of(draft.fc.weight)), Arena())
-        self.described_fc = describe(self.fc)
-        self.runner = CompiledPass(
-            packed, config, len(head.weight), draft.rotary_emb, self.dtype, workers=1
+        """Take over the draft's weights."""
+        self.draft, config, dtype = draft, draft.config, cache_dtype(draft.dtype)
+        source = ModuleSource(draft)
+        names = {n: n if n.startswith("lm_head.") else f"model.{n}" for n in source.tensors}
+        source.tensors = {names[n]: tensor for n, tensor in source.tensors.items()}
+        self.weights = packed_in_memory(source, IN_8_BITS)
+        model = model_of(self.weights, config, config.head_dim, dtype.itemsize)
+        self.fc = self.weights.matrix("model.fc.weight")
+        self.runner = PackedPass(
+            model, config, self.weights.head.outputs, config.num_key_value_heads, dtype, workers=1
         )
-        self.embed = Embedding(draft.get_input_embeddings())
         self.norms = [
-            norm.weight.detach().float().numpy()
-            for norm in (first.input_layernorm, first.hidden_norm)
+            self.weights.vector(f"model.layers.0.{name}.weight")
+            for name in ("input_layernorm", "hidden_norm")
         ]
         self.output_layers = (-1 if draft.norms.output else len(draft.layers),)
         self.residual_is_normed = draft.norms.before_residual
         self.watch.look(draft)
 
-    def why_not(self, draft: Any, names: Collection[str]) -> str:
-        """See `Copy`."""
-        return why_not(draft)
+    def check(self) -> None:
+        """Pack the weights anew if the draft changed, or raise SequoiaPlanError."""
+        if names := self.watch.changes(self.draft):
+            if reason := why_not(self.draft):
+                raise SequoiaPlanError(f"draft: {names[0]} changed, and {reason}; load it anew")
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Pack the weights anew."""
+        self.pack(self.draft)
+        self.version += 1
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
+        """A cache for a sequence of up to so many slots."""
+        return self.runner.new_cache(capacity, counts_positions=counts_positions)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`: [rows, states * width] -> float32 [rows, width]."""
-        rows = np.zeros((len(hidden_states), self.fc.inputs), np.float32)
-        rows[:, : hidden_states.shape[1]] = hidden_states.float().numpy()
-        features = np.empty((len(rows), self.fc.padded_outputs), np.float32)
-        project(self.described_fc, rows, features)
-        return torch.from_numpy(features)[:, : self.fc.outputs]
+        return multiplied(self.fc, hidden_states.float())
 
     def __call__(
-        self, cache: CompiledCache, tokens: Tensor, features: Tensor, positions: Tensor,
+        self, cache: PackedCache, tokens: Tensor, features: Tensor, positions: Tensor,
         slots: Tensor, mask: Tensor, logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over rows: the logits and outputs of the last ones.
@@ -80,15 +96,15 @@ class CompiledEagle(CompiledModel):
         return self._read(cache, tokens.numpy(), features.numpy(), *places, logits_to_keep)
 
     def _read(
-        self, cache: CompiledCache, tokens: NDArray[np.int64], x: NDArray[np.float32],
+        self, cache: PackedCache, tokens: NDArray[np.int64], x: NDArray[np.float32],
         positions: NDArray[np.int64], slots: NDArray[np.int64], visible: NDArray[np.bool_],
         logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The same; `visible`: see `forward.Inputs`."""
         rows, width = x.shape
         first = np.zeros((rows, -(-2 * width // UNIT) * UNIT), np.float32)
-        epsilon = self.runner.packed.model.epsilon
-        put_side_by_side(self.embed(tokens), x, *self.norms, epsilon, first)
+        embedded = self.draft.embed(torch.from_numpy(tokens)).float().numpy()
+        put_side_by_side(embedded, x, *self.norms, self.runner.model.epsilon, first)
         if self.residual_is_normed:
             x = first[:, width : 2 * width]
         logits, outputs = self.runner(
@@ -139,28 +155,25 @@ def place_rows(length, input_slots, offsets, mask, tokens):
     return of_token, read_slots, positions, slots, visible
 
 
-def _copied(draft: Any) -> State:
-    """What the pass depends on; the output head may be the target's."""
-    head = weights(draft.get_output_embeddings(), False)
-    return {f"output head {name}": state for name, state in head.items()} | copied(draft, True)
-
-
-def compile_eagle(draft: Any) -> str:
-    """Compile the pass of an EAGLE-3 draft; returns "", or why PyTorch runs it."""
-    if not (reason := why_not(draft)):
-        passes[draft] = CompiledEagle(draft)
-    return reason
+def _state(draft: Any) -> State:
+    """What changes with anything that the pass depends on."""
+    return workings(draft) | weights(draft)
 
 
 def why_not(draft: Any) -> str:
-    """Why PyTorch runs a draft; "" if it can be compiled."""
+    """Why PyTorch runs a draft; "" if it can be packed."""
     config = draft.config
-    if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT:
-        return f"it is a {type(draft).__name__}, or its heads are no multiple of {UNIT} numbers"
+    if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT or draft.lm_head is None:
+        return (
+            f"it is a {type(draft).__name__}, has no head of its own, or its heads are no multiple "
+            f"of {UNIT} numbers"
+        )
     if draft.window is not None or any(
         p.ndim == 1 and "bias" in n for n, p in draft.named_parameters()
     ):
         return "it has a window or biases"
+    if draft.norms.before_fc or draft.norms.each_before_fc:
+        return "it has norms before its features"
     if not all(map(is_as_defined, draft.modules())):
         return "a module has hooks"
     return ""

@@ -10,14 +10,14 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
+from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
 from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG
 
-UNIT = 32
-"""Outputs of a matrix that one worker computes are a multiple of these."""
+UNIT = OUTPUTS
+"""Outputs of a matrix that one worker computes are a multiple of these: those of a tile."""
 SPINS = 2000
 """How often a worker looks for the others before it yields its processor."""
-ENCODE, MULTIPLY, TILES, SCALES, OUTPUTS, INPUTS, STEPS, TILE_BYTES, SCALE_BYTES = range(9)
-ROW_BYTES, NUM_TILES = 9, 10
+ENCODE, MULTIPLY, TILES, NUM_TILES, TILE_BYTES, STEPS, INPUTS, ROW_BYTES = range(8)
 """The columns of a matrix's description: addresses, sizes in bytes, and counts."""
 QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
 """A layer's matrices."""
@@ -158,16 +158,12 @@ def multiply(matrix, num_rows, encoded, results, column, first, end):
 
     `results` float32 [rows, n]; the matrix's first output goes to `column`.
     """
-    per_tile = matrix[OUTPUTS]
-    first_tile, end_tile = first // per_tile, min(end // per_tile, matrix[NUM_TILES])
-    if end_tile > first_tile:
-        call_8(
-            matrix[MULTIPLY], encoded.ctypes.data, matrix[ROW_BYTES],
-            matrix[TILES] + first_tile * matrix[TILE_BYTES],
-            matrix[SCALES] + first_tile * matrix[SCALE_BYTES],
-            results.ctypes.data + 4 * (column + first_tile * per_tile), results.strides[0],
-            matrix[STEPS], (end_tile - first_tile) << 32 | num_rows,
-        )  # fmt: skip
+    tile = first // UNIT
+    call_8(
+        matrix[MULTIPLY], encoded.ctypes.data, num_rows, matrix[TILES] + tile * matrix[TILE_BYTES],
+        min(end // UNIT, matrix[NUM_TILES]) - tile, matrix[TILE_BYTES], matrix[STEPS],
+        results.ctypes.data + 4 * (column + first), results.strides[0],
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
@@ -282,8 +278,11 @@ def attend(model, layer, inputs, scratch, worker, workers):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def forward(worker, workers, counter, model, inputs, scratch, outputs):
-    """One worker's part of a pass; `counter`: the address of an int64 that is 0."""
+def forward(worker, workers, counter, model, inputs, scratch, outputs, first_layer, end_layer):
+    """One worker's part of a pass over some layers; `counter`: the address of an int64 that is 0.
+
+    With an end after the last layer, logits are computed, too.
+    """
     x, hidden, encoded = inputs.x[worker], scratch.normed[worker], scratch.encoded[worker]
     rows, num_layers = inputs.slots.shape[0], model.matrices.shape[0]
     added, gates, ups = scratch.added, scratch.gate, scratch.up
@@ -292,7 +291,7 @@ def forward(worker, workers, counter, model, inputs, scratch, outputs):
     first_outer, end_outer = outer[0] * UNIT, outer[1] * UNIT
     inner = share(gates.shape[1] // UNIT, worker, workers)
     first_inner, end_inner = inner[0] * UNIT, inner[1] * UNIT
-    for layer in range(num_layers):
+    for layer in range(first_layer, min(end_layer, num_layers)):
         keep_hidden_states(outputs, layer, rows, x, worker)
         matrices = model.matrices[layer]
         if layer == 0 and inputs.first.shape[0]:
@@ -325,6 +324,8 @@ def forward(worker, workers, counter, model, inputs, scratch, outputs):
         rounds = wait(counter, workers, rounds)
         for row in range(rows):
             x[row] += added[row]
+    if end_layer <= num_layers:
+        return
     keep_hidden_states(outputs, num_layers, rows, x, worker)
     for row in range(rows):
         normalise(x[row], model.final_norm, model.epsilon, hidden[row])

@@ -1,25 +1,29 @@
-"""Products of a few rows by a matrix whose weights stay in the bits of their file.
+"""Products of rows by a matrix whose weights stay in the bits of their file.
 
-A matrix is cut into tiles of 16 outputs, and a tile into groups of inputs. For each input, or for
-four neighbouring ones where weights are integers, the tile has the weights of its 16 outputs side
-by side. All rows use a tile while it is in registers, and each sums over its inputs in one order,
-whatever rows stand beside it.
+All rows use a group of a tile's weights while these are in registers. Each row sums over its inputs
+in one order, whatever rows stand beside it.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
 
+from sequoia_plan.runtime.backends.packed.formats import (
+    FORMATS,
+    GROUP,
+    OUTPUTS,
+    QUAD,
+    Format,
+)
 from sequoia_plan.runtime.backends.packed.vectors import (
     BYTE,
     FLOAT,
     FLOATS,
+    HAS_BYTE_TABLES,
     HAS_INTEGER_PRODUCTS,
     LANES,
     WORD,
@@ -28,218 +32,303 @@ from sequoia_plan.runtime.backends.packed.vectors import (
     emitted,
 )
 
-MAX_ROWS = 8
-"""Rows of one tile's product; more rows take several."""
-FLOAT_TILE = 2
-"""Vectors of outputs in a tile of floating-point weights: each number of a row is loaded once."""
-
-
-@dataclass(frozen=True)
-class Format:
-    """How weights are stored: in floating point, or as scale * integer + offset by group.
-
-    `group` 0 is floating point, of the kind `scale`. `offset_scales`: the offset is the scale times
-    this number; None: each group stores its own.
-    """
-
-    name: str
-    bits: int
-    group: int
-    scale: str
-    offset_scales: int | None = None
-
-    @property
-    def outputs(self) -> int:
-        """Outputs of a tile."""
-        return LANES if self.group else FLOAT_TILE * LANES
-
-    @property
-    def encoding(self) -> int:
-        """How this processor stores the rows that are multiplied by it (an `ENCODE_` number)."""
-        if self.group:
-            return ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS
-        return ENCODE_BFLOAT16 if self.scale == "bfloat16" else ENCODE_FLOATS
-
-    def step(self, encoding: int) -> int:
-        """Inputs that the weights of a tile are stored for side by side."""
-        return self.group or (2 if encoding == ENCODE_BFLOAT16 else 1)
-
-    def block_bytes(self, encoding: int) -> int:
-        """The size of a tile's weights for the inputs of one step."""
-        return self.step(encoding) * self.outputs * self.bits // 8
-
-    @property
-    def group_bytes(self) -> int:
-        """The size of a group's scales and offsets, for the 16 outputs of a tile."""
-        return self.group and LANES * np.dtype(self.scale).itemsize * (
-            2 if self.offset_scales is None else 1
-        )
-
-
+CHUNK = 32
+"""Rows that are encoded side by side, and multiplied by a tile at once."""
+HALVES = range(OUTPUTS // LANES)
+VECTOR, PAIR = 4 * LANES, 4 * OUTPUTS
+"""Bytes of a vector, and of the vectors of all outputs of a tile."""
+AHEAD = 2048
+"""Bytes from what is read to what is fetched."""
+FLOAT_ROWS = 4
+"""Rows that use a number's weights at once, where weights are in floating point."""
+BYTES = ir.VectorType(BYTE, 4 * LANES)
 ENCODE_FLOATS, ENCODE_BFLOAT16, ENCODE_INTEGERS, ENCODE_WHOLE_FLOATS = range(4)
-FORMATS = (
-    Format("F32", 32, 0, "float32"),
-    Format("F16", 16, 0, "float16"),
-    Format("BF16", 16, 0, "bfloat16"),
-    Format("Q4_0", 4, 32, "float16", -8),
-    Format("Q4_1", 4, 32, "float16"),
-    Format("Q5_0", 8, 32, "float16", -16),
-    Format("Q5_1", 8, 32, "float16"),
-    Format("Q8_0", 8, 32, "float16", -128),
-    Format("Q4_K", 4, 32, "float32"),
-    Format("Q5_K", 8, 32, "float32"),
-    Format("Q6_K", 8, 16, "float32", -32),
-)
-FORMAT_NAMES = tuple(format.name for format in FORMATS)
-NUMBER_BYTES = {ENCODE_FLOATS: 4, ENCODE_BFLOAT16: 2, ENCODE_INTEGERS: 1, ENCODE_WHOLE_FLOATS: 4}
+"""How rows are stored: as numbers, or as integers of 8 bits (or floats of such) with scales."""
+NUMBER_BYTES = (4, 2, 1, 4)
+RECORD_BYTES = (128, 64, 64, 192)
+"""Of a group of a row: its numbers, then `SCALES` to `TOTAL`."""
+SCALES, TOTALS, TOTAL = 0, 2, 4
+"""Places of float32 after the numbers: of each 16 the scale and -128 times the sum; their total."""
 
 
-def encoded_bytes(format: Format, encoding: int, inputs: int) -> int:
-    """Bytes of one row as an encoder writes it: its numbers, the scale of each 16, group totals."""
-    scales = inputs // LANES + inputs // format.group if format.group else 0
-    return -(-(inputs * NUMBER_BYTES[encoding] + 4 * scales) // 64) * 64
+def own_encoding(format: Format) -> int:
+    """How this processor stores the rows that a format multiplies."""
+    if format.is_float:
+        return ENCODE_BFLOAT16 if format.name == "BF16" else ENCODE_FLOATS
+    return ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS
 
 
-@emitted(literals=1, counts=MAX_ROWS)
+def encoded_bytes(format: int, inputs: int, encoding: int | None = None) -> int:
+    """Bytes of a row of so many inputs as an encoder writes it."""
+    encoding = own_encoding(FORMATS[format]) if encoding is None else encoding
+    return -(-inputs // GROUP) * RECORD_BYTES[encoding]
+
+
+@emitted(literals=1)
 def multiply_tile(
-    emit: Emitter,
-    rows: Any,
-    row_bytes: Any,
-    tile: Any,
-    scales: Any,
-    results: Any,
-    result_bytes: Any,
-    groups: Any,
-    kind: int,
-    num_rows: int,
-) -> None:
-    """The products of up to `MAX_ROWS` encoded rows by one tile, written to their results.
+    emit: Emitter, rows: Any, num_rows: Any, tile: Any, steps: Any, results: Any,
+    result_bytes: Any, kind: int,
+) -> None:  # fmt: skip
+    """The products of up to `CHUNK` encoded rows by one tile, written to their results.
 
-    `groups`: groups of inputs, or inputs where weights are in floating point; `kind`: a format's
-    number * 4 + an encoding.
+    `kind`: a format's number * 4 + an encoding.
     """
     number, encoding = divmod(kind, 4)
-    format = FORMATS[number]
-    vectors = format.outputs // LANES
-    totals = [emit.variables(vectors) for _ in range(num_rows)]
-    emit_group = _emit_integer_group if format.group else _emit_float_group
-    with emit.loop(groups) as group:
-        starts = [emit.at(rows, (row_bytes, row)) for row in range(num_rows)]
-        emit_group(emit, format, encoding, starts, tile, scales, group, groups, totals)
-    for row, variables in enumerate(totals):
-        for vector, variable in enumerate(variables):
-            address = emit.at(results, (result_bytes, row), 4 * LANES * vector)
-            emit.store(emit.builder.load(variable), address)
+    format, builder = FORMATS[number], emit.builder
+    totals = emit.memory(CHUNK * PAIR // VECTOR)
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    with emit.loop(num_rows) as row:
+        for half in HALVES:
+            emit.store(zero, emit.at(totals, (row, PAIR), VECTOR * half), align=64)
+    emit_step = _emit_float_step if format.is_float else _emit_integer_step
+    record_bytes = builder.mul(num_rows, emit.count(RECORD_BYTES[encoding]))
+    groups = max(format.block // GROUP, 1)
+    with emit.loop(steps) as step:
+        start = emit.at(tile, (step, format.step.itemsize))
+        first = emit.at(rows, builder.mul(builder.mul(step, emit.count(groups)), record_bytes))
+        records = [emit.at(first, (record_bytes, group)) for group in range(groups)]
+        emit_step(emit, format, encoding, start, records, num_rows, totals)
+    with emit.loop(num_rows) as row:
+        target = emit.at(results, builder.mul(row, result_bytes))
+        for half in HALVES:
+            total = emit.load(emit.at(totals, (row, PAIR), VECTOR * half), FLOATS, 64)
+            emit.store(total, emit.at(target, VECTOR * half))
 
 
-def _emit_float_group(
-    emit: Emitter, format: Format, encoding: int, rows: Any, tile: Any, scales: Any, group: Any,
-    groups: Any, totals: Any,
+def _emit_float_step(
+    emit: Emitter, format: Format, encoding: int, step: Any, records: list[Any], num_rows: Any,
+    totals: Any,
 ) -> None:  # fmt: skip
-    """Add the products of one input, or of two in bfloat16, to the totals."""
-    vector_bytes = format.block_bytes(encoding) // FLOAT_TILE
-    is_pair = encoding == ENCODE_BFLOAT16
-    for vector in range(FLOAT_TILE):
-        place = emit.at(tile, (group, FLOAT_TILE * vector_bytes), vector * vector_bytes)
-        weights = emit.load(place, WORDS, 64) if is_pair else emit.floats(place, format.scale)
-        for row, variables in zip(rows, totals, strict=True):
-            number = emit.load_splat(emit.at(row, (group, 4)), WORD if is_pair else FLOAT)
-            emit.add_product(weights, number, variables[vector])
+    """Add the products of 32 inputs, of some rows at once and then of the others."""
+    builder, is_pair = emit.builder, encoding == ENCODE_BFLOAT16
+    numbers, kind = format.step.shape[0], WORD if is_pair else FLOAT
+    weight_bytes = format.step.itemsize // numbers
+    emit.prefetch(emit.at(step, AHEAD), format.step.itemsize)
+    batches = builder.udiv(num_rows, emit.count(FLOAT_ROWS))
+    rest = builder.urem(num_rows, emit.count(FLOAT_ROWS))
+    for rows, count, first in (
+        (FLOAT_ROWS, batches, emit.count(0)), (1, rest, builder.sub(num_rows, rest)),
+    ):  # fmt: skip
+        with emit.loop(count) as batch:
+            row = builder.add(first, builder.mul(batch, emit.count(rows)))
+            record = emit.at(records[0], (row, RECORD_BYTES[encoding]))
+            target = emit.at(totals, (row, PAIR))
+            sums = [emit.variables(2, emit.at(target, PAIR * r)) for r in range(rows)]
+            with emit.loop(emit.count(numbers)) as number:
+                place = emit.at(step, (number, weight_bytes))
+                for half in HALVES:
+                    at = emit.at(place, weight_bytes // 2 * half)
+                    if is_pair:
+                        weights = emit.load(at, WORDS)
+                    else:
+                        weights = emit.floats(
+                            at, "float16" if weight_bytes == VECTOR else "float32"
+                        )
+                    for r, variables in enumerate(sums):
+                        address = emit.at(record, (number, 4), RECORD_BYTES[encoding] * r)
+                        emit.add_product(weights, emit.load_splat(address, kind), variables[half])
+            for r, variables in enumerate(sums):
+                for half in HALVES:
+                    total = builder.load(variables[half])
+                    emit.store(total, emit.at(target, PAIR * r + VECTOR * half))
 
 
-def _emit_integer_group(
-    emit: Emitter, format: Format, encoding: int, rows: Any, tile: Any, scales: Any, group: Any,
-    groups: Any, totals: Any,
+def _emit_integer_step(
+    emit: Emitter, format: Format, encoding: int, step: Any, records: list[Any], num_rows: Any,
+    totals: Any,
 ) -> None:  # fmt: skip
-    """Add scale * (products of integers) + offset * (sum of the row's group) to the totals."""
-    builder = emit.builder
-    weights = emit.at(tile, (group, format.block_bytes(encoding)))
-    scales = emit.at(scales, (group, format.group_bytes))
-    scale = emit.floats(scales, format.scale)
-    has_offset = format.offset_scales is None
-    if has_offset:
-        offset = emit.floats(emit.at(scales, format.group_bytes // 2), format.scale)
-    number_bytes = NUMBER_BYTES[encoding]
-    numbers = [emit.at(row, (group, format.group * number_bytes)) for row in rows]
-    parts = format.group // LANES
-    quads = _emit_quads(emit, format, weights)
-    for row, row_numbers, (variable,) in zip(rows, numbers, totals, strict=True):
-        row_scales = emit.at(row, (groups, format.group * number_bytes))
-        row_total = emit.load_splat(emit.at(row_scales, (groups, 4 * parts), (group, 4)), FLOAT)
-        total = None if has_offset else row_total
-        for part in range(parts):
-            part_quads = quads[4 * part : 4 * part + 4]
-            start = emit.at(row_numbers, LANES * number_bytes * part)
-            products = _emit_integer_sum(emit, encoding, part_quads, start)
-            row_scale = emit.load_splat(emit.at(row_scales, (group, 4 * parts), 4 * part), FLOAT)
-            total = (
-                builder.fmul(products, row_scale)
-                if total is None
-                else emit.fma(products, row_scale, total)
-            )
-        emit.add_product(scale, total, variable)
-        if has_offset:
-            emit.add_product(offset, row_total, variable)
+    """Add scale * (products of integers) - offset * (sum of the row's group) of a block."""
+    fields: Any = format.step.fields
+    # integers are shifted so that the one that means 0 is 128, see `TOTALS`
+    shift = 0 if format.zero is None or format.values else 8 - format.bits
+    factors = _emit_factors(emit, format, step, shift)
+    scales = [
+        _emit_planes(
+            emit, emit.at(step, fields["scales"][1]), format.scale_planes,
+            format.num_scales // QUAD, half, 0,
+        ) for half in HALVES
+    ]  # fmt: skip
+    weights, group_bytes = emit.at(step, fields["weights"][1]), PAIR * format.bits
+    parts = GROUP // format.group
+    fetched = format.step.itemsize // len(records)
+    for group, record in enumerate(records):
+        emit.prefetch(emit.at(step, AHEAD + fetched * group), fetched)
+        address = emit.at(weights, group_bytes * group)
+        quads = [
+            _emit_planes(emit, address, format.planes, GROUP // QUAD, half, shift)
+            for half in HALVES
+        ]
+        if format.values:
+            quads = [[_emit_lookup(emit, quad, format.values) for quad in half] for half in quads]
+        numbers = range(group * parts, (group + 1) * parts)
+        both = [_emit_scales(emit, format, factors[half], scales[half], numbers) for half in HALVES]
+        with emit.loop(num_rows) as row:
+            _emit_integer_row(
+                emit, encoding, emit.at(record, (row, RECORD_BYTES[encoding])), quads, both,
+                emit.at(totals, (row, PAIR)), format.zero is not None,
+            )  # fmt: skip
 
 
-def _emit_quads(emit: Emitter, format: Format, weights: Any) -> list[Any]:
-    """The weights of one group: for each four inputs, a vector of 16 outputs with four bytes."""
-    builder, num_quads = emit.builder, format.group // 4
-    low = ir.Constant(ir.VectorType(BYTE, 4 * LANES), [15] * 4 * LANES)
+def _emit_factors(emit: Emitter, format: Format, step: Any, shift: int) -> list[list[Any]]:
+    """For each half of the outputs, the factors of a block as float32 vectors."""
+    factors = []
+    for half in HALVES:
+        if format.step["factors"].shape[2] == 1:
+            exponent = emit.load(emit.at(step, LANES * half), ir.VectorType(BYTE, LANES))
+            factors.append([emit.power_of_two(exponent, -128)])
+            continue
+        vectors = [
+            emit.floats(emit.at(step, 2 * OUTPUTS * place + 2 * LANES * half), "float16")
+            for place in range(len(format.factors))
+        ]
+        units = [2.0**-shift, format.offset_sign / 128]
+        factors.append(
+            [emit.times(vector, unit) for vector, unit in zip(vectors, units, strict=False)]
+        )
+    return factors
+
+
+def _emit_scales(
+    emit: Emitter, format: Format, factors: list[Any], scales: list[Any], groups: range
+) -> list[list[Any]]:
+    """Of some groups of a block, [scale] or [scale, offset] as float32 vectors."""
+    if not scales:
+        return [factors] * len(groups)
+    builder, results = emit.builder, []
+    for group in groups:
+        vectors = []
+        for part, factor in enumerate(factors):
+            number = group + part * format.num_scales // 2
+            shifted = builder.lshr(scales[number // QUAD], emit.words(8 * (number % QUAD)))
+            integers = builder.sitofp(builder.and_(shifted, emit.words(255)), FLOATS)
+            if format.scale_zero:
+                zero = ir.Constant(FLOATS, [float(format.scale_zero)] * LANES)
+                integers = builder.fsub(integers, zero)
+            vectors.append(builder.fmul(factor, integers))
+        results.append(vectors)
+    return results
+
+
+def _emit_planes(
+    emit: Emitter, address: Any, planes: tuple[int, ...], quads: int, half: int, shift: int
+) -> list[Any]:
+    """Integers, shifted left, from their planes (see `Format.step`): a vector for each quad."""
+    builder, results, low = emit.builder, [None] * quads, shift
     halves = ir.VectorType(ir.IntType(16), 2 * LANES)
-    quads: list[Any] = [None] * num_quads
-    for place in range(num_quads * format.bits // 8):
-        loaded = emit.load(emit.at(weights, 4 * LANES * place), low.type, align=64)
-        if format.bits == 4:  # the low halves of the bytes, then the high ones
-            shifted = builder.lshr(builder.bitcast(loaded, halves), ir.Constant(halves, [4] * 32))
-            high = builder.and_(builder.bitcast(shifted, low.type), low)
-            quads[place + num_quads // 2] = builder.bitcast(high, WORDS)
-            loaded = builder.and_(loaded, low)
-        quads[place] = builder.bitcast(loaded, WORDS)
-    return quads
+    for bits in planes:
+        vectors = quads * bits // 8
+        for vector in range(vectors):
+            loaded = emit.load(emit.at(address, PAIR * vector + VECTOR * half), halves)
+            for field in range(8 // bits):
+                by = low - bits * field
+                places = ir.Constant(halves, [abs(by)] * 2 * LANES)
+                moved = loaded
+                if by:
+                    moved = (builder.shl if by > 0 else builder.lshr)(loaded, places)
+                mask = ((1 << bits) - 1) << low
+                if mask != 255:
+                    moved = builder.and_(moved, ir.Constant(halves, [mask * 257] * 2 * LANES))
+                quad = vector + vectors * field
+                moved = builder.bitcast(moved, WORDS)
+                joined = results[quad]
+                results[quad] = moved if joined is None else builder.or_(joined, moved)
+        address, low = emit.at(address, PAIR * vectors), low + bits
+    return results
 
 
-def _emit_integer_sum(emit: Emitter, encoding: int, quads: list[Any], numbers: Any) -> Any:
-    """The sums of integer products of one row over 16 inputs, as float32."""
-    builder = emit.builder
+def _emit_lookup(emit: Emitter, quad: Any, values: tuple[int, ...]) -> Any:
+    """What integers of 4 bits stand for."""
+    builder, indices = emit.builder, emit.builder.bitcast(quad, BYTES)
+    if HAS_BYTE_TABLES:
+        table = ir.Constant(BYTES, list(values) * 4)
+        found = emit.call("llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
+        return builder.bitcast(found, WORDS)
+    entries = [ir.Constant(BYTES, [value] * 4 * LANES) for value in values]
+    for bit in range(4):
+        place = ir.Constant(BYTES, [1 << bit] * 4 * LANES)
+        is_set = builder.icmp_unsigned("==", builder.and_(indices, place), place)
+        pairs = zip(entries[::2], entries[1::2], strict=True)
+        entries = [builder.select(is_set, odd, even) for even, odd in pairs]
+    return builder.bitcast(entries[0], WORDS)
+
+
+def _emit_integer_row(
+    emit: Emitter, encoding: int, record: Any, quads: list[list[Any]], scales: list[Any],
+    totals: Any, has_zero: bool,
+) -> None:  # fmt: skip
+    """Add one row's products by a group of a tile to its totals."""
+    builder, number_bytes = emit.builder, NUMBER_BYTES[encoding]
+
+    def number(place: int) -> Any:
+        """One of the floats after the integers."""
+        return emit.load_splat(emit.at(record, GROUP * number_bytes + 4 * place), FLOAT)
+
+    num_parts = GROUP // LANES
+    row_scales = [number(SCALES + part) for part in range(num_parts)]
+    by_part = len(scales[0]) == num_parts
+    row_totals = [number(TOTALS + part if by_part else TOTAL) for part in range(len(scales[0]))]
+    sums = [_emit_integer_sums(emit, encoding, record, quads, part) for part in range(num_parts)]
+    for half in HALVES:
+        address = emit.at(totals, VECTOR * half)
+        result = emit.load(address, FLOATS, 64)
+        products = None
+        for part in range(num_parts):
+            if has_zero and (by_part or products is None):
+                products = row_totals[part if by_part else 0]
+            elif by_part:
+                products = None
+            integers, row_scale = sums[part][half], row_scales[part]
+            if products is None:
+                products = builder.fmul(integers, row_scale)
+            else:
+                products = emit.fma(integers, row_scale, products)
+            if by_part or part == num_parts - 1:
+                place = part if by_part else 0
+                result = emit.fma(scales[half][place][0], products, result)
+                if not has_zero:
+                    result = emit.fma(scales[half][place][1], row_totals[place], result)
+        emit.store(result, address, 64)
+
+
+def _emit_integer_sums(
+    emit: Emitter, encoding: int, record: Any, quads: list[list[Any]], part: int
+) -> list[Any]:
+    """The sums of integer products over 16 inputs, float32, of each half of the outputs."""
+    builder, places = emit.builder, range(part * LANES // QUAD, (part + 1) * LANES // QUAD)
     if encoding == ENCODE_INTEGERS:
-        total = ir.Constant(WORDS, [0] * LANES)
-        for place, quad in enumerate(quads):
-            four = emit.load_splat(emit.at(numbers, 4 * place), WORD)
-            total = emit.call("llvm.x86.avx512.vpdpbusd.512", WORDS, total, quad, four)
-        return builder.sitofp(total, FLOATS)
+        sums: list[Any] = [ir.Constant(WORDS, [0] * LANES)] * len(HALVES)
+        for place in places:
+            four = emit.load_splat(emit.at(record, QUAD * place), WORD)
+            for half in HALVES:
+                sums[half] = emit.call(
+                    "llvm.x86.avx512.vpdpbusd.512", WORDS, sums[half], quads[half][place], four
+                )
+        return [builder.sitofp(total, FLOATS) for total in sums]
     # sums of whole numbers below 2^24 are exact in float32, so the bits are the same
-    exact = ir.Constant(FLOATS, [0.0] * LANES)
-    for place, quad in enumerate(quads):
-        for byte in range(4):
-            shifted = builder.lshr(quad, ir.Constant(WORDS, [8 * byte] * LANES))
-            weight = builder.uitofp(
-                builder.and_(shifted, ir.Constant(WORDS, [255] * LANES)), FLOATS
-            )
-            value = emit.load_splat(emit.at(numbers, 16 * place + 4 * byte), FLOAT)
-            exact = emit.fma(weight, value, exact)
-    return exact
+    sums = [ir.Constant(FLOATS, [0.0] * LANES)] * len(HALVES)
+    for place in places:
+        for byte in range(QUAD):
+            value = emit.load_splat(emit.at(record, 4 * (QUAD * place + byte)), FLOAT)
+            for half in HALVES:
+                shifted = builder.lshr(quads[half][place], emit.words(8 * byte))
+                weight = builder.sitofp(builder.and_(shifted, emit.words(255)), FLOATS)
+                sums[half] = emit.fma(weight, value, sums[half])
+    return sums
 
 
 @functools.cache
-def multiplier(number: int, encoding: int) -> Any:
+def multiplier(format: int, encoding: int) -> Any:
     """A compiled function that multiplies encoded rows by some tiles of a matrix of a format."""
-    format = FORMATS[number]
-    kind, outputs, group_bytes = number * 4 + encoding, format.outputs, format.group_bytes
-    block_bytes = format.block_bytes(encoding)
+    kind = format * 4 + encoding
+    step_records = max(FORMATS[format].block // GROUP, 1) * RECORD_BYTES[encoding]
 
     @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
-    def multiply(rows, row_bytes, tile, scales, results, result_bytes, steps, counts):
-        tiles, num_rows = counts >> 32, counts & 0xFFFFFFFF
-        for _ in range(tiles):
-            first, s = 0, scales
-            while first < num_rows:
-                x, y = rows + first * row_bytes, results + first * result_bytes
-                left = min(num_rows - first, MAX_ROWS)
-                multiply_tile(x, row_bytes, tile, s, y, result_bytes, steps, left, kind)
-                first += left
-            tile += steps * block_bytes
-            scales += steps * group_bytes
-            results += 4 * outputs
+    def multiply(rows, num_rows, tiles, num_tiles, tile_bytes, steps, results, result_bytes):
+        for first in range(0, num_rows, CHUNK):
+            x, y = rows + first * steps * step_records, results + first * result_bytes
+            left = min(num_rows - first, CHUNK)
+            for tile in range(num_tiles):
+                w = tiles + tile * tile_bytes
+                multiply_tile(x, left, w, steps, y + PAIR * tile, result_bytes, kind)
 
     return multiply

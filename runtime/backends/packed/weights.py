@@ -1,156 +1,215 @@
-"""A Llama-like model's weights, packed for the pass: from its modules, or from its GGUF file."""
+"""A Llama-like model's weights as the pass reads them: where each lies, and what is made of it.
 
-from collections.abc import Callable
+The first block of a file has what is outside the layers, and all vectors; a layer's block has its
+seven matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sequoia_plan.runtime.backends.packed.attention import attender
 from sequoia_plan.runtime.backends.packed.encoding import encoder
-from sequoia_plan.runtime.backends.packed.forward import Model
-from sequoia_plan.runtime.backends.packed.gguf_blocks import read_blocks
-from sequoia_plan.runtime.backends.packed.packing import Arena, Blocks, Matrix, pack
-from sequoia_plan.runtime.backends.packed.products import (
-    FORMAT_NAMES,
+from sequoia_plan.runtime.backends.packed.formats import (
     FORMATS,
-    multiplier,
+    OUTPUTS,
+    format_number,
+    num_steps,
+    num_tiles,
+    tile_bytes,
 )
+from sequoia_plan.runtime.backends.packed.forward import Model
+from sequoia_plan.runtime.backends.packed.products import (
+    encoded_bytes,
+    multiplier,
+    own_encoding,
+)
+from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, pack_rows, round_rows
+from sequoia_plan.runtime.models.stored import StoredMatrix, WeightSource
+from sequoia_plan.runtime.offload.weight_file import Place, WeightBlock, place_blocks
 
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-MATRICES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-"""A layer's matrices in transformers and in GGUF files, in the order of the pass."""
+MATRICES = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+"""A layer's matrices, in the order of the pass."""
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+CHUNK_BYTES = 1 << 24
+"""Rows are packed so many bytes at a time."""
 
 
 @dataclass(frozen=True)
-class Packed:
-    """`model` has the addresses of `matrices`; `formats` are the names of those in use."""
+class Storage:
+    """How matrices are stored: as they are, in a dtype, or rounded to 8 or 4 bits.
 
-    model: Model
-    matrices: list[Matrix]
-    formats: tuple[str, ...]
+    The output head is rounded to 8 bits at least, because it loses the most.
+    """
+
+    dtype: torch.dtype | None = None
+    bits: int | None = None
+
+    def of(self, name: str, matrix: StoredMatrix) -> StoredMatrix:
+        """A matrix of this name as it is stored."""
+        if self.bits:
+            bits = 8 if name == HEAD else self.bits
+            if name == EMBEDDING:
+                return matrix
+            return StoredMatrix(
+                {8: "Q8_0", 4: "Q4_1"}[bits],
+                matrix.outputs,
+                matrix.inputs,
+                lambda first, end: round_rows(matrix.dense(first, end).numpy(), bits),
+            )
+        return matrix.in_dtype(self.dtype) if self.dtype else matrix
 
 
-def blocks_of(weight: Tensor) -> Blocks:
-    """A floating-point matrix as it is."""
-    weight = weight.detach().contiguous()
-    is_bfloat16 = weight.dtype == torch.bfloat16  # which numpy lacks
-    numbers = weight.view(torch.int16).numpy().view(np.uint16) if is_bfloat16 else weight.numpy()
-    return Blocks(FORMAT_NAMES.index(DTYPES[weight.dtype]), numbers)
+def place_of(matrix: StoredMatrix) -> Place:
+    """What a packed matrix takes; ValueError for a format that the pass does not read."""
+    format = format_number(matrix.format)
+    shape = num_tiles(format, matrix.outputs), tile_bytes(format, matrix.inputs)
+    return Place(
+        "uint8", shape, format=matrix.format, outputs=matrix.outputs, inputs=matrix.inputs
+    )
+
+
+def layout_of(source: WeightSource, storage: Storage) -> list[dict[str, Place]]:
+    """What each block holds. ValueError for a format that the pass does not read."""
+    blocks: dict[int, dict[str, Place]] = {0: {}}
+    for name, shape in source.shapes().items():
+        block = 0
+        if len(shape) == 1:
+            place = Place("float32", tuple(shape))
+        else:
+            place = place_of(storage.of(name, source.matrix(name)))
+            if name.startswith("model.layers."):
+                block = 1 + int(name.split(".")[2])
+        blocks.setdefault(block, {})[name] = place
+    if storage.bits and HEAD not in blocks[0]:  # one that is the embedding is rounded beside it
+        blocks[0][HEAD] = place_of(storage.of(HEAD, source.matrix(EMBEDDING)))
+    return [blocks[number] for number in sorted(blocks)]
+
+
+def fill_from(source: WeightSource, storage: Storage) -> Callable[[str, NDArray[np.uint8]], None]:
+    """What writes a tensor into its memory."""
+    shapes = source.shapes()
+
+    def fill(name: str, memory: NDArray[np.uint8]) -> None:
+        """Write the tensor of this name."""
+        stored_name = name if name in shapes else EMBEDDING
+        if len(shapes[stored_name]) == 1:
+            memory.view(np.float32)[:] = source.vector(name)
+            return
+        pack_into(storage.of(name, source.matrix(stored_name)), memory)
+
+    return fill
+
+
+def pack_into(matrix: StoredMatrix, memory: NDArray[np.uint8]) -> Matrix:
+    """Pack a matrix into memory (uint8), part by part."""
+    place = place_of(matrix)
+    tiles, format = memory.reshape(place.shape), format_number(matrix.format)
+    rows_at_once = max(1, CHUNK_BYTES // tile_bytes(format, matrix.inputs)) * OUTPUTS
+    for first in range(0, matrix.outputs, rows_at_once):
+        end = min(first + rows_at_once, matrix.outputs)
+        part = tiles[first // OUTPUTS : -(-end // OUTPUTS)]
+        pack_rows(format, matrix.read(first, end), matrix.inputs, part)
+    return Matrix(format, matrix.outputs, matrix.inputs, tiles)
+
+
+class PackedWeights:
+    """Packed tensors by name, in the memory of their blocks (uint8 each)."""
+
+    def __init__(
+        self, blocks: Sequence[WeightBlock], memories: Sequence[NDArray[np.uint8]]
+    ) -> None:
+        self.places: Mapping[str, tuple[NDArray[np.uint8], Place]] = {
+            name: (memory, place)
+            for block, memory in zip(blocks, memories, strict=True)
+            for name, place in block.tensors.items()
+        }
+
+    def matrix(self, name: str) -> Matrix:
+        """A matrix, whose tiles lie in its block."""
+        memory, place = self.places[name]
+        tiles = memory[place.start : place.start + place.size].reshape(place.shape)
+        return Matrix(format_number(place.format), place.outputs, place.inputs, tiles)
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """A vector, float32 [n]."""
+        memory, place = self.places[name]
+        return memory[place.start : place.start + place.size].view(np.float32).copy()
+
+    @property
+    def embedding(self) -> Matrix:
+        """The embeddings of tokens, one a row."""
+        return self.matrix(EMBEDDING)
+
+    @property
+    def head(self) -> Matrix:
+        """The output head, which may be the embedding."""
+        return self.matrix(HEAD if HEAD in self.places else EMBEDDING)
+
+    def formats(self) -> tuple[str, ...]:
+        """The formats of matrices that passes multiply by."""
+        places = {n: p for n, (_, p) in self.places.items() if p.format and n != EMBEDDING}
+        return tuple(
+            sorted({FORMATS[self.head.format].name} | {place.format for place in places.values()})
+        )
+
+
+def packed_in_memory(source: WeightSource, storage: Storage) -> PackedWeights:
+    """Pack all tensors of a source. ValueError for a format that the pass does not read."""
+    blocks, fill = place_blocks(layout_of(source, storage)), fill_from(source, storage)
+    memories = [aligned_zeros((block.size,)) for block in blocks]
+    for block, memory in zip(blocks, memories, strict=True):
+        for name, place in block.tensors.items():
+            fill(name, memory[place.start : place.start + place.size])
+    return PackedWeights(blocks, memories)
 
 
 def describe(matrix: Matrix) -> NDArray[np.int64]:
     """A matrix as the pass reads it (see `forward.Model`)."""
-    format = FORMATS[matrix.format]
+    encoding = own_encoding(FORMATS[matrix.format])
     return np.array(
         [
-            encoder(matrix.format, matrix.encoding).address,
-            multiplier(matrix.format, matrix.encoding).address,
+            encoder(encoding).address,
+            multiplier(matrix.format, encoding).address,
             matrix.tiles.ctypes.data,
-            matrix.scales.ctypes.data,
-            format.outputs,
+            *matrix.tiles.shape,
+            num_steps(matrix.format, matrix.inputs),
             matrix.inputs,
-            matrix.inputs // format.step(matrix.encoding),
-            matrix.tiles.shape[1],
-            matrix.scales.shape[1],
-            matrix.encoded_bytes,
-            len(matrix.tiles),
+            encoded_bytes(matrix.format, matrix.inputs),
         ]
     )
 
 
-def pack_model(
-    layers: list[Any], final_norm: Any, head: Any, config: Any, head_dim: int, key_bytes: int,
-    blocks: Callable[[int, str], Blocks] | None = None, head_blocks: Blocks | None = None,
-    convert: Callable[[Blocks], Blocks] = lambda blocks: blocks,
-    convert_head: Callable[[Blocks], Blocks] | None = None,
-) -> Packed:  # fmt: skip
-    """Pack layers of transformers, the norm after them, and the output head.
+def model_of(weights: PackedWeights, config: Any, head_dim: int, key_bytes: int) -> Model:
+    """What the pass reads of a model."""
+    layers = [f"model.layers.{number}." for number in range(config.num_hidden_layers)]
+    rows = [[describe(weights.matrix(f"{x}{name}.weight")) for name in MATRICES] for x in layers]
 
-    `blocks(layer, name)` gives the weights of a layer's matrix that are used in its module's place;
-    `convert` changes those that modules have, `convert_head` the head's.
-    """
-    packed, rows, arena = [], [], Arena()
-    for number, layer in enumerate(layers):
-        for name in MATRICES:
-            given = blocks(number, name) if blocks else None
-            packed.append(
-                pack(given or convert(blocks_of(layer.get_submodule(name).weight)), arena)
-            )
-            rows.append(describe(packed[-1]))
-    packed.append(pack(head_blocks or (convert_head or convert)(blocks_of(head.weight)), arena))
-    attention = [layer.self_attn for layer in layers]
-    pairs = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
-    head_norms, biases = np.zeros((0, 2, 0), np.float32), np.zeros((0, 0), np.float32)
-    if hasattr(attention[0], "q_norm"):
-        head_norms = _stacked([(a.q_norm.weight, a.k_norm.weight) for a in attention])
-    if attention[0].q_proj.bias is not None:
-        parts = [torch.cat([p.bias for p in (a.q_proj, a.k_proj, a.v_proj)]) for a in attention]
-        biases = _stacked([parts])[0]
-    model = Model(
+    def vectors(*names: str) -> NDArray[np.float32]:
+        """Vectors of each layer, float32 [layers, names, n]; [0, names, 0] if there are none."""
+        if f"{layers[0]}{names[0]}" not in weights.places:
+            return np.zeros((0, len(names), 0), np.float32)
+        return np.array([[weights.vector(x + name) for name in names] for x in layers])
+
+    biases = [vectors(f"{name}.bias")[:, 0] for name in MATRICES[:3]]
+    return Model(
         matrices=np.array(rows).reshape(len(layers), len(MATRICES), -1),
-        head=describe(packed[-1]),
-        norms=_stacked([(first.weight, second.weight) for first, second in pairs]),
-        final_norm=_stacked([[final_norm.weight]])[0, 0],
-        head_norms=head_norms,
-        biases=biases,
+        head=describe(weights.head),
+        norms=vectors("input_layernorm.weight", "post_attention_layernorm.weight"),
+        final_norm=weights.vector(FINAL_NORM),
+        head_norms=vectors("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+        biases=np.concatenate(biases, 1),
         epsilon=np.float32(config.rms_norm_eps),
         attend=attender(key_bytes).address,
         heads=config.num_attention_heads,
         head_dim=head_dim,
     )
-    return Packed(model, packed, tuple(sorted({FORMATS[m.format].name for m in packed})))
-
-
-def _stacked(rows: Any) -> NDArray[np.float32]:
-    """Parameters in two dimensions as one float32 array."""
-    return np.array([[part.detach().float().numpy() for part in row] for row in rows])
-
-
-class Embedding:
-    """Embeddings of a module's own table."""
-
-    def __init__(self, table: Any) -> None:
-        self.blocks = blocks_of(table.weight)
-
-    def __call__(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """int64 [n] -> float32 [n, width]; the last one's for tokens that the table lacks."""
-        return self.blocks.rows(np.minimum(tokens, len(self.blocks.numbers) - 1)).dense()
-
-
-class GgufWeights:
-    """The matrices of a GGUF file that a model was converted from."""
-
-    def __init__(self, file: Path, head_dim: int) -> None:
-        from gguf import GGUFReader  # of the extra gguf
-
-        # the reader itself is not kept: its vocabulary takes more memory than the matrices
-        reader, self.head_dim = GGUFReader(file), head_dim
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.architecture = str(reader.fields["general.architecture"].contents())
-
-    def blocks(self, layer: int, name: str) -> Blocks:
-        """A layer's matrix, its rows in the order of transformers."""
-        blocks = read_blocks(self.tensors[f"blk.{layer}.{MATRICES[name]}.weight"])
-        if self.architecture != "llama" or name not in ("self_attn.q_proj", "self_attn.k_proj"):
-            return blocks
-        # llama.cpp rotates neighbours where transformers rotates the halves of a head
-        order = np.arange(len(blocks.numbers)).reshape(-1, self.head_dim // 2, 2)
-        return blocks.rows(order.transpose(0, 2, 1).reshape(-1))
-
-    def head(self) -> Blocks:
-        """The output head, which may be the embedding."""
-        name = "output.weight" if "output.weight" in self.tensors else "token_embd.weight"
-        return read_blocks(self.tensors[name])
-
-    def embed(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The embeddings of tokens (int64 [n]), float32 [n, width]."""
-        return read_blocks(self.tensors["token_embd.weight"], tokens).dense()

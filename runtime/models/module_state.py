@@ -1,11 +1,10 @@
 """What a model is made of, so that a change of it is noticed before the next text."""
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
-from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import (
@@ -20,11 +19,11 @@ State = dict[str, Hashable]
 
 
 class Watch:
-    """Knows how models were when they were first looked at; copies of it begin anew."""
+    """Knows how a model was when it was last looked at; copies of it begin anew."""
 
     def __init__(self, state_of: Callable[[Any], State]) -> None:
         self.state_of = state_of
-        self.states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
+        self.state: State | None = None
 
     def __reduce__(self) -> Any:
         """For pickle and copies, whose models are other objects in the same state."""
@@ -32,52 +31,15 @@ class Watch:
 
     def look(self, model: Any) -> None:
         """Take the model as it is now."""
-        self.states[unwrapped(model)] = self.state_of(model)
+        self.state = self.state_of(model)
 
     def changes(self, model: Any) -> list[str]:
         """The names of what is no longer as it was."""
         state = self.state_of(model)
-        before = self.states.setdefault(unwrapped(model), state)
+        if self.state is None:
+            self.state = state
+        before = self.state
         return [name for name in before | state if before.get(name) != state.get(name)]
-
-
-class Copy:
-    """Holds a copy of a model's weights that follows changes of the model."""
-
-    watch: Watch
-
-    def pack(self, model: Any) -> None:
-        """Take over the model's weights."""
-
-    def why_not(self, model: Any, names: Collection[str]) -> str:
-        """Why a model in which these changed cannot be packed anew; "" if it can."""
-        return ""
-
-    def differs(self, model: Any) -> str:
-        """Why the copy does not take the model's place; "" if it does."""
-        return ""
-
-    def check(self, model: Any) -> bool:
-        """Pack the weights anew if the model changed, or raise SequoiaPlanError.
-
-        Returns whether they were packed.
-        """
-        states = self.watch.states
-        # a copy of the model may have changed before it was first looked at
-        names = self.watch.changes(model) if unwrapped(model) in states else [""]
-        if not names:
-            return False
-        reason = self.why_not(model, names)
-        if not reason:
-            self.pack(model)
-            if reason := self.differs(model):
-                del states[unwrapped(model)]  # the next text tries again
-        if reason:
-            raise SequoiaPlanError(
-                f"{model_type(model)}: {names[0] or 'the model'} changed after it was compiled for "
-                f"this processor, and {reason}; make the decoder anew"
-            )
-        return True
 
 
 def structure(model: Any) -> State:
@@ -101,26 +63,19 @@ def workings(model: Any) -> State:
     return _settings(model) | modules
 
 
-def copied(model: Any, sampled: bool) -> State:
-    """What changes with anything that a copy of the model depends on (see `weights`)."""
-    return workings(model) | weights(model, sampled)
-
-
-def weights(module: Any, sampled: bool) -> State:
-    """What changes with a module's weights and buffers.
-
-    Changes through `.data` leave no trace but the numbers, of which `sampled` compares some.
-    """
+def weights(module: Any) -> State:
+    """What changes with a module's weights and buffers, but not with numbers changed by `.data`."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
     return {
-        name: (
-            id(tensor),
-            tensor.data_ptr(),
-            0 if tensor.is_inference() else tensor._version,
-            _sample(tensor) if sampled else 0,
-        )
+        name: (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
         for name, tensor in tensors
     }
+
+
+def weight_memory(module: Any) -> tuple[tuple[int, int], ...]:
+    """Address and bytes of each of a module's parameters and buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 
 
 def numbers_of(module: Any) -> dict[str, Any]:
@@ -165,9 +120,3 @@ def _settings(model: Any) -> State:
     device, dtype = device_and_dtype(model)
     place = {"attention": attention_implementation(text), "device": device, "dtype": dtype}
     return settings | place
-
-
-def _sample(tensor: Tensor) -> int:
-    """A hash of a number of each row of a matrix, in columns that change; of all of a vector."""
-    step = max(tensor.shape[-1] - 1, 1) if tensor.ndim > 1 else 1  # shorter than a row
-    return hash(tensor.detach().flatten()[::step].clone().view(torch.uint8).numpy().tobytes())

@@ -1,23 +1,27 @@
-"""Loading a target that does not fit, layer by layer.
+"""Loading a target's modules layer by layer, where they do not fit.
 
 Some layers stay in memory. The others are streamed in every pass.
 """
 
 import contextlib
-import hashlib
-import json
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
+from sequoia_plan.runtime.backends.modules.streamed_layers import (
+    attach_stream,
+    routed_tensors,
+    set_parameters,
+    view_slots,
+)
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.dtype import dtype_name
@@ -25,31 +29,24 @@ from sequoia_plan.runtime.models.fuse import fuse, try_kinds
 from sequoia_plan.runtime.models.fused_layer import in_joined_order
 from sequoia_plan.runtime.models.gguf import cache_folder
 from sequoia_plan.runtime.models.loading import (
-    auto_class,
     load_whole,
+    new_model,
     not_loadable,
     refuse_shapes,
 )
-from sequoia_plan.runtime.models.metadata import sampled_positions
-from sequoia_plan.runtime.models.pretrained import local_folder, name_of
+from sequoia_plan.runtime.models.metadata import module_metadata, sampled_positions
+from sequoia_plan.runtime.models.pretrained import ModelFiles
+from sequoia_plan.runtime.models.stored import fingerprint
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import MemorySplit
-from sequoia_plan.runtime.offload.streamed_layers import (
-    attach_stream,
-    routed_tensors,
-    set_parameters,
-    view_slots,
-)
 from sequoia_plan.runtime.offload.weight_file import (
+    Place,
     WeightBlock,
     WeightFile,
     exclusive_lock,
     write_weights,
 )
-
-FILE_SAMPLES, SAMPLE_BYTES = 256, 4096
-"""So many samples of so many bytes, spread over a file of weights, tell its content apart."""
 
 
 class OffloadedTarget:
@@ -59,31 +56,31 @@ class OffloadedTarget:
     others from the weights of norms. Of a mixture, all but the experts is in memory.
     """
 
-    def __init__(self, source: str | None, device: str, dtype: torch.dtype) -> None:
-        folder = local_folder(source, dtype)
-        self.name = name_of(source)
+    def __init__(self, files: ModelFiles, device: str, dtype: torch.dtype) -> None:
+        self.files = files
         try:
-            self.model, self.tokenizer = _load_without_layers(folder, dtype)
+            self.model = _load_without_layers(files, dtype)
         except SequoiaPlanError:
             raise
         except Exception as error:  # foreign code may do anything with a folder it does not expect
-            raise not_loadable(folder, error) from error
+            raise not_loadable(files.path, error) from error
         self.model.tie_weights()
         for name, tensor in _saved_tensors(self.model).items():
             if type(tensor) not in (Tensor, nn.Parameter):  # a file holds plain tensors
                 raise SequoiaPlanError(
-                    f"{folder}: {name} is a {type(tensor).__name__}, expected plain tensors; a "
+                    f"{files.path}: {name} is a {type(tensor).__name__}, expected plain tensors; a "
                     "model quantised like this cannot be streamed"
                 )
         self.device = torch.device(device)
         self.layers_name, self.layers = decoder_layers(self.model)
         self.routed = set(routed_tensors(self.model))
-        self.file = self._open_weight_file(folder, dtype)
+        self.file = self._open_weight_file(dtype)
         outside_block = self.file.blocks[0]
         self.outside = outside = self._load(outside_block)
         set_parameters(self.model, outside)
         self.model.tie_weights()
         self.outside_bytes = outside_block.size
+        self.backend = ModuleBackend(self.model, self._metadata())
 
     def layer(self, number: int) -> dict[str, Tensor]:
         """One layer's tensors by their names in the layer, those of its block from the file."""
@@ -95,7 +92,7 @@ class OffloadedTarget:
         }
         return in_memory | self._load(self._layer_block(number))
 
-    def place(self, split: MemorySplit, link: str, fused: bool = True) -> int:
+    def place(self, split: MemorySplit, link: str, fused: bool = True) -> None:
         """Load the resident layers, and stream the others."""
         # before slots and resident layers take the memory that a trial needs
         proven = try_kinds(self.layers, self.layer) if fused else {}
@@ -113,21 +110,22 @@ class OffloadedTarget:
         num_fused = fuse(self.model, proven) if fused else 0
         if stream is not None:
             attach_stream(self.model, stream, [self.layers[number] for number in numbers], blocks)
-        return num_fused
+        self.backend.stream = stream
+        self.backend.recorded |= split.to_metadata(link, len(self.layers))
+        if fused:
+            self.backend.recorded["fused_layers"] = num_fused
 
     def layer_sizes(self) -> list[int]:
         """Bytes of each layer."""
         return [block.size for block in self.file.blocks[1:]]
 
-    def weight_samples(self) -> dict[str, Tensor]:
-        """The numbers of each parameter that `model_metadata` hashes, by the parameter's name."""
-        size = self.file.blocks[-1].offset + self.file.blocks[-1].size
-        memory = torch.from_file(str(self.file.path), size=size, dtype=torch.uint8)  # a mapping
-        samples: dict[str, Tensor] = {}
+    def _metadata(self) -> dict[str, Any]:
+        """What profiles record of the model, whose weights are in the file."""
+        mapped, samples = torch.from_numpy(self.file.map()), dict[str, Tensor]()
         for block in self.file.blocks:
-            for name, tensor in block.views(memory[block.offset :]).items():
+            for name, tensor in block.views(mapped[block.offset :]).items():
                 samples[name] = tensor.reshape(-1)[sampled_positions(tensor.numel())]
-        return samples
+        return module_metadata(self.model, samples)
 
     def _load(self, block: WeightBlock) -> dict[str, Tensor]:
         """Read a block onto the device that computes; its tensors lie there as in the file."""
@@ -151,34 +149,43 @@ class OffloadedTarget:
         places = {name.removeprefix(prefix): place for name, place in block.tensors.items()}
         return WeightBlock(block.offset, block.size, block.checksum, places)
 
-    def _open_weight_file(self, folder: Path, dtype: torch.dtype) -> WeightFile:
-        """Open the weights in pass order; they are written first if the folder's files are new."""
-        layout = self._layout()
-        absolute_folder = folder.resolve()
-        folder_hash = hashlib.sha256(str(absolute_folder).encode()).hexdigest()[:12]
-        file_name = f"{absolute_folder.name}-{folder_hash}-{dtype_name(dtype)}.weights"
-        path = cache_folder() / file_name
-        source = _source_fingerprint(folder, layout)
+    def _open_weight_file(self, dtype: torch.dtype) -> WeightFile:
+        """Open the weights in pass order; they are written first if the model's files are new."""
+        layout, files = self._layout(), self.files
+        sources = [files.path] if files.gguf else sorted(files.path.glob("*.safetensors"))
+        source = fingerprint(sources)
+        name = f"{files.path.stem}-{source.fingerprint}-{dtype_name(dtype)}.weights"
+        path = cache_folder() / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with exclusive_lock(path), TemporaryDirectory(dir=path.parent) as scratch:
                 with contextlib.suppress(SequoiaPlanError):  # none, or not of these weights
-                    return WeightFile(path, source)
-                reader = self._tensor_reader(folder, dtype, scratch)
-                write_weights(path, layout, reader, source)
-                return WeightFile(path, source)
+                    file = WeightFile(path, source.fingerprint)
+                    if file.index.source == source and _places(file.blocks) == _places(layout):
+                        return file
+                load = self._tensor_reader(dtype, scratch)
+
+                def fill(name: str, memory: NDArray[np.uint8]) -> None:
+                    """Write a tensor."""
+                    tensor = load(name).to(device="cpu", dtype=expected[name].dtype)
+                    data = tensor.reshape(expected[name].shape).contiguous().view(-1)
+                    memory[:] = data.view(torch.uint8).numpy()
+
+                expected = _saved_tensors(self.model)
+                write_weights(path, layout, fill, lambda: source)
+                return WeightFile(path, source.fingerprint)
         except OSError as error:
             raise SequoiaPlanError(
                 f"{path}: cannot be written ({error.strerror or error}); it takes as much room as "
                 "the weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
             ) from error
 
-    def _layout(self) -> list[dict[str, Tensor]]:
+    def _layout(self) -> list[dict[str, Place]]:
         """The tensors of each block: those that stay in memory, then the others of each layer.
 
         A layer's have the order in which a fused layer joins them.
         """
-        blocks: list[dict[str, Tensor]] = [{} for _ in range(1 + len(self.layers))]
+        blocks: list[dict[str, Place]] = [{} for _ in range(1 + len(self.layers))]
         prefix = f"{self.layers_name}."
         tensors = _saved_tensors(self.model)
         for name in in_joined_order(tensors):
@@ -186,17 +193,18 @@ class OffloadedTarget:
             is_streamed = name in self.routed if self.routed else tensors[name].ndim > 1
             if name.startswith(prefix) and is_streamed:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
-            blocks[block_number][name] = tensors[name]
+            tensor = tensors[name]
+            place = Place(dtype_name(tensor.dtype), tuple(tensor.shape))
+            blocks[block_number][name] = place
         return blocks
 
-    def _tensor_reader(
-        self, folder: Path, dtype: torch.dtype, scratch: str
-    ) -> Callable[[str], Tensor]:
+    def _tensor_reader(self, dtype: torch.dtype, scratch: str) -> Callable[[str], Tensor]:
         """A function that returns a tensor by its name in the model; one at a time is in memory.
 
         Those that transformers converts, it writes into `scratch`. It has already loaded a
-        quantised model.
+        quantised model, and a GGUF file's.
         """
+        folder = self.files.path
         expected = self.model.state_dict()
         if not any(tensor.is_meta for tensor in expected.values()):
             return expected.__getitem__
@@ -222,24 +230,20 @@ class OffloadedTarget:
         return load
 
 
-def _load_without_layers(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model and its tokenizer. Its weights are on the meta device, unless it is quantised.
+def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> Any:
+    """The model. Its weights are on the meta device, unless it is quantised, or a GGUF file.
 
     Only transformers and the library that quantised a model know what its layers are like, so they
     load it.
     """
     from accelerate import init_empty_weights  # decoding without offloading does not need it
 
-    config = AutoConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if getattr(config, "quantization_config", None):
-        model = load_whole(folder, dtype)
-    else:
-        with init_empty_weights(include_buffers=False):  # a model computes its buffers itself
-            model = auto_class(config).from_config(config, dtype=dtype).eval()
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, tokenizer
+    if files.gguf or getattr(files.config, "quantization_config", None):
+        return files.module(dtype)
+    with init_empty_weights(include_buffers=False):  # a model computes its buffers itself
+        model = new_model(files.config, dtype)
+    model.generation_config = files.generation_config()
+    return model
 
 
 def _saved_tensors(model: Any) -> dict[str, Tensor]:
@@ -250,25 +254,7 @@ def _saved_tensors(model: Any) -> dict[str, Tensor]:
     return parameters | buffers
 
 
-def _source_fingerprint(folder: Path, layout: list[dict[str, Tensor]]) -> str:
-    """A hash that changes if the file of weights has to be written anew.
-
-    It covers the name, size, modification time and samples of the content of each safetensors file
-    in the folder, because copies and archives keep the time; and the name, shape and dtype of each
-    tensor in `layout`, in order.
-    """
-    files = []
-    for path in sorted(folder.glob("*.safetensors")):
-        status = path.stat()
-        crc = 0
-        with path.open("rb") as file:
-            for number in range(FILE_SAMPLES):
-                file.seek(number * max(status.st_size - SAMPLE_BYTES, 0) // (FILE_SAMPLES - 1))
-                crc = zlib.crc32(file.read(SAMPLE_BYTES), crc)
-        files.append((path.name, status.st_size, status.st_mtime_ns, crc))
-    tensors = [
-        (name, tuple(tensor.shape), str(tensor.dtype))
-        for block in layout
-        for name, tensor in block.items()
-    ]
-    return hashlib.sha256(json.dumps([files, tensors]).encode()).hexdigest()[:16]
+def _places(blocks: Any) -> Any:
+    """Names, dtypes and shapes of each block's tensors, in order."""
+    each = (getattr(block, "tensors", block) for block in blocks)
+    return [[(n, p.dtype, p.shape) for n, p in tensors.items()] for tensors in each]

@@ -1,27 +1,18 @@
 """Hidden states of a model's layers, recorded by hooks while it runs (aux hidden states).
 
-Layers are numbered in one way here, whatever a checkpoint does: 0 is the embedding, k is the output
-of layer k (counted from 1), so the last layer's is the one before the final norm.
-`AFTER_FINAL_NORM` is the one after it, which the output head reads.
+They are numbered as `architecture.AFTER_FINAL_NORM` says.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache
-
-AFTER_FINAL_NORM = -1
-
-_hooks: WeakKeyDictionary[nn.Module, dict[int, RemovableHandle]] = WeakKeyDictionary()
-"""Each module's hooks by layer number: one hook serves all decoders of a model."""
-
+from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM
 
 def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequence[int]) -> None:
     """Let every pass of `model` record hidden states in the cache that it is given.
@@ -39,16 +30,14 @@ def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequ
             raise SequoiaPlanError(
                 f"draft: reads the hidden state {number} of a target that has 0 to {count}"
             )
-        hooks = _hooks.setdefault(module, {})
-        present = module._forward_pre_hooks if number == 0 else module._forward_hooks
-        if number in hooks and hooks[number].id in present:  # others may have removed it
+        hooks = module._forward_pre_hooks if number == 0 else module._forward_hooks
+        # one hook serves all decoders of a model
+        if any(isinstance(hook, partial) and hook.args == (number,) for hook in hooks.values()):
             continue
         if number == 0:
-            hook = partial(_record_input, number)
-            hooks[number] = module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_pre_hook(partial(_record_input, number), with_kwargs=True)
         else:
-            hook = partial(_record_output, number)
-            hooks[number] = module.register_forward_hook(hook, with_kwargs=True)
+            module.register_forward_hook(partial(_record_output, number), with_kwargs=True)
 
 
 def take_aux_hidden_states(

@@ -2,7 +2,6 @@
 
 import inspect
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,17 +11,9 @@ from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
 from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.architecture import (
-    execution_device,
-    model_type,
-    text_config,
-    unwrapped,
-)
+from sequoia_plan.runtime.models.architecture import execution_device, model_type, unwrapped
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
-from sequoia_plan.runtime.models.forward import TreeModel
-from sequoia_plan.runtime.models.model_state import Watch, workings
-from sequoia_plan.runtime.models.recurrent import recurrent_modules
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
@@ -32,65 +23,23 @@ PREFIX = 4
 EXTENT = 16
 """Slots of the cache that the tree is read with."""
 
-_layouts: WeakKeyDictionary[Any, CacheLayout] = WeakKeyDictionary()
-"""For each model that passed: its cache's layout."""
-_probed = Watch(workings)
-
-
 @torch.inference_mode()
-def probe(model: Any) -> CacheLayout:
-    """Check that a model can read a token tree."""
-    layout = _layouts.get(unwrapped(model))
-    if layout is None or _probed.changes(model):
-        _check_description(model)
-        layout = _layouts[unwrapped(model)] = _try_tree(model)
-        _probed.look(model)
-    return layout
+def probe(model: LoadedModel, module: Any) -> CacheLayout:
+    """Check that `module` can read a token tree; returns the layout of its cache.
 
-
-def _check_description(model: Any) -> None:
-    """Raise SequoiaPlanError if the model's mode, configuration or signature rules out a tree."""
-    implementation = attention_implementation(model.config)
-    parameters = inspect.signature(unwrapped(model).forward).parameters
-    takes_no_positions = "input_ids" in parameters and "position_ids" not in parameters
-    if getattr(model.config, "is_encoder_decoder", False):
-        reason = "an encoder-decoder, expected a decoder-only causal language model"
-    elif implementation is not None and implementation not in IMPLEMENTATIONS:
-        reason = (
-            f"attention {implementation} takes no tree mask; load the model with "
-            "attn_implementation='sdpa' or 'eager'"
-        )
-    elif takes_no_positions or getattr(model.config, "alibi", False):
-        reason = (
-            "cannot decode with a token tree, it takes no position_ids (ALiBi or a recurrence "
-            "orders its tokens)"
-        )
-    elif execution_device(model).type == "meta":
-        reason = (
-            "its weights are on the meta device and nothing brings them; load them, or offload it "
-            "with accelerate"
-        )
-    elif stream_of(unwrapped(model)) and recurrent_modules(model):
-        reason = (
-            "its layers with a recurrent state read tokens again, when streamed weights are gone; "
-            "load it without offload"
-        )
-    else:
-        return
-    raise SequoiaPlanError(f"{model_type(model)}: {reason}")
-
-
-def _try_tree(model: Any) -> CacheLayout:
-    """Forward the tree and its paths; return the layout of the cache that the tree used."""
-    tree_model = TreeModel(model)
+    Raises:
+        SequoiaPlanError: if its mode, configuration or signature rules that out, or its logits of a
+            small tree are not those of the tree's paths.
+    """
+    _check_description(model, module)
     try:
         with torch.compiler.set_stance("force_eager"):  # these shapes never come again
-            error, cache = _tree_error(tree_model)
+            error, cache = _tree_error(model, module)
     except SequoiaPlanError:
         raise
     except Exception as failure:  # a foreign model may fail in any way
         raise SequoiaPlanError(
-            f"{model_type(model)}: cannot decode with a token tree, reading one fails "
+            f"{model_type(module)}: cannot decode with a token tree, reading one fails "
             f"({type(failure).__name__}: {first_line(failure)})"
         ) from failure
     bound = torch.finfo(model.dtype).eps ** 0.5
@@ -106,32 +55,64 @@ def _try_tree(model: Any) -> CacheLayout:
             "that go on from any state, ALiBi cannot; where it is quantised, quantise its weights "
             "only, not its activations"
         )
-    raise SequoiaPlanError(f"{model_type(model)}: {reason}")
+    raise SequoiaPlanError(f"{model_type(module)}: {reason}")
 
 
-def _tree_error(tree_model: TreeModel) -> tuple[float, TreeCache]:
+def _check_description(model: LoadedModel, module: Any) -> None:
+    """Raise SequoiaPlanError if the module's configuration or signature rules out a tree."""
+    implementation = attention_implementation(module.config)
+    parameters = inspect.signature(unwrapped(module).forward).parameters
+    takes_no_positions = "input_ids" in parameters and "position_ids" not in parameters
+    if getattr(module.config, "is_encoder_decoder", False):
+        reason = "an encoder-decoder, expected a decoder-only causal language model"
+    elif implementation is not None and implementation not in IMPLEMENTATIONS:
+        reason = (
+            f"attention {implementation} takes no tree mask; load the model with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    elif takes_no_positions or getattr(module.config, "alibi", False):
+        reason = (
+            "cannot decode with a token tree, it takes no position_ids (ALiBi or a recurrence "
+            "orders its tokens)"
+        )
+    elif execution_device(module).type == "meta":
+        reason = (
+            "its weights are on the meta device and nothing brings them; load them, or offload it "
+            "with accelerate"
+        )
+    elif model.stream and model.chains_only:
+        reason = (
+            "its layers with a recurrent state read tokens again, when streamed weights are gone; "
+            "load it without offload"
+        )
+    else:
+        return
+    raise SequoiaPlanError(f"{model_type(module)}: {reason}")
+
+
+def _tree_error(model: LoadedModel, module: Any) -> tuple[float, TreeCache]:
     """The mean relative error of the nodes' logits, and the cache that the tree was read with.
 
     The error is against the logits that the model computes from each node's path alone. The root is
     left out, because `_node_logits` reads it in a plain causal pass.
     """
-    tokens = _random_tokens(tree_model)
-    if tree_model.recurrent_modules:
-        return _chain_error(tree_model, tokens)
-    expected_logits = _path_logits(tree_model, tokens)
-    cache = tree_model.new_cache(EXTENT)
-    node_logits = _node_logits(tree_model, cache, tokens)
+    tokens = _random_tokens(model)
+    if model.chains_only:
+        return _chain_error(model, module, tokens)
+    expected_logits = _path_logits(module, tokens)
+    cache = model.new_cache(EXTENT)
+    node_logits = _node_logits(model, cache, tokens)
     errors = list(map(_relative_error, node_logits, expected_logits))
     return float(torch.stack(errors).mean()), cache
 
 
-def _chain_error(tree_model: TreeModel, tokens: Tensor) -> tuple[float, TreeCache]:
+def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float, TreeCache]:
     """The same for chains after the prefix that are accepted in part, a token alone, and a chain.
 
     `tokens` int64 [PREFIX + nodes].
     """
-    cache = tree_model.new_cache(EXTENT)
-    expected = tree_model.model(input_ids=tokens[None], use_cache=False).logits[0]
+    cache = model.new_cache(EXTENT)
+    expected = module(input_ids=tokens[None], use_cache=False).logits[0]
     errors: list[Tensor] = []
     end = 0
     for right, wrong in ((PREFIX, 0), (1, 2), (2, 1), (1, 0), (2, 0)):
@@ -139,52 +120,52 @@ def _chain_error(tree_model: TreeModel, tokens: Tensor) -> tuple[float, TreeCach
         chain = torch.cat([tokens[start:end], tokens[:wrong]])
         slots = torch.arange(start, end + wrong, device=chain.device)
         columns = torch.arange(EXTENT, device=chain.device)
-        mask = additive_mask(columns <= slots[:, None], tree_model.model.dtype)
+        mask = additive_mask(columns <= slots[:, None], model.dtype)
         cache.save()
-        logits = tree_model(cache, chain, slots, slots, mask).logits
+        logits = model(cache, chain, slots, slots, mask).logits
         cache.roll_back(torch.tensor([right]))
         errors += map(_relative_error, logits, expected[start:end])
     return float(torch.stack(errors[PREFIX:]).mean()), cache
 
 
-def _random_tokens(tree_model: TreeModel) -> Tensor:
+def _random_tokens(model: LoadedModel) -> Tensor:
     """int64 [PREFIX + nodes]: distinct tokens, if the vocabulary has enough; else they repeat."""
     count = PREFIX + TREE.size
-    vocabulary = int(text_config(tree_model.model).vocab_size)
+    vocabulary = int(model.config.vocab_size)
     tokens = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:count]
-    return tokens.repeat(count)[:count].to(tree_model.device)
+    return tokens.repeat(count)[:count].to(model.device)
 
 
-def _path_logits(tree_model: TreeModel, tokens: Tensor) -> Tensor:
+def _path_logits(module: Any, tokens: Tensor) -> Tensor:
     """[nodes - 1, vocabulary]: each node's logits as the model computes them from its path alone.
 
     The model reads one plain sequence for each leaf. `tokens` int64 [PREFIX + nodes].
     """
     prefixes = tokens[:PREFIX].expand(len(PATHS), -1)
     sequences = torch.cat([prefixes, tokens[PREFIX:][PATHS]], 1)
-    logits = tree_model.model(input_ids=sequences, use_cache=False).logits[:, PREFIX:]
+    logits = module(input_ids=sequences, use_cache=False).logits[:, PREFIX:]
     return torch.stack([logits[PATHS.eq(node)][0] for node in range(1, TREE.size)])
 
 
-def _node_logits(tree_model: TreeModel, cache: TreeCache, tokens: Tensor) -> Tensor:
+def _node_logits(model: LoadedModel, cache: TreeCache, tokens: Tensor) -> Tensor:
     """[nodes - 1, vocabulary]: the logits of all nodes but the root, read as a tree.
 
     One pass reads the prefix and the root with a causal mask. A second pass reads the other nodes
     with the tree's mask; its attention looks at the first `EXTENT` slots of the cache. `tokens`
     int64 [PREFIX + nodes].
     """
-    device, dtype = tree_model.device, tree_model.model.dtype
+    device, dtype = model.device, model.dtype
     # the first pass reads the root too: the other nodes must find its keys in the cache
     causal_slots = torch.arange(PREFIX + 1, device=device)  # a slot is a position here
     causal_mask = additive_mask(causal_slots <= causal_slots[:, None], dtype)
-    tree_model(cache, tokens[: PREFIX + 1], causal_slots, causal_slots, causal_mask)
+    model(cache, tokens[: PREFIX + 1], causal_slots, causal_slots, causal_mask)
     prefix_length = torch.tensor([PREFIX], device=device)  # this is the root's slot and position
     tree = TreeTensors.of(TREE, device, dtype)
     column_of_slot = tree.columns(prefix_length, EXTENT)  # columns of the tree's mask
     mask = tree.mask[1:].index_select(1, column_of_slot)
     node_slots = prefix_length + tree.nodes[1:]
     node_positions = prefix_length + tree.offsets[1:]  # an offset is a node's depth
-    return tree_model(cache, tokens[PREFIX + 1 :], node_positions, node_slots, mask).logits
+    return model(cache, tokens[PREFIX + 1 :], node_positions, node_slots, mask).logits
 
 
 def _relative_error(logits: Tensor, expected: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from weakref import finalize
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.weight_stream import WeightStream, register_stream
+from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import WeightBlock
 
@@ -76,7 +76,7 @@ def attach_stream(
             hook = _RoutedHook(stream.read_chosen, number)
             experts.register_forward_pre_hook(hook, with_kwargs=True)
     stream.keep_most_chosen()
-    register_stream(model, stream)
+    model.weight_stream = stream
     finalize(model, stream.close)
 
 

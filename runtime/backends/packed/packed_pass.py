@@ -1,7 +1,7 @@
-"""The compiled pass of one model: it packs the weights, keeps the workers, and runs passes."""
+"""Passes of packed layers: their workers, their cache, and memory for what is between."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import Any
@@ -11,15 +11,23 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, QUERIES, WORD_BYTES
-from sequoia_plan.runtime.backends.packed.forward import UNIT, Inputs, Outputs, Scratch, forward
-from sequoia_plan.runtime.backends.packed.packing import aligned_zeros
+from sequoia_plan.runtime.backends.packed.forward import (
+    ROW_BYTES,
+    UNIT,
+    Inputs,
+    Model,
+    Outputs,
+    Scratch,
+    forward,
+)
+from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros
 from sequoia_plan.runtime.backends.packed.vectors import LANES
-from sequoia_plan.runtime.backends.packed.weights import Packed
-from sequoia_plan.runtime.models.model_state import Copy
+from sequoia_plan.runtime.base.cache import TreeCache, round_up
+from sequoia_plan.runtime.base.weight_stream import WeightStream
 
 
 class Workers:
@@ -62,7 +70,7 @@ def visible_slots(mask: Tensor) -> NDArray[np.bool_]:
     return visible
 
 
-class CompiledCache(TreeCache):
+class PackedCache(TreeCache):
     """Keys and values of all layers, see `forward.Inputs`."""
 
     def __init__(
@@ -113,24 +121,35 @@ def move_slots(keys: Any, values: Any, slots: Any, start: int) -> None:
             ]
 
 
-class CompiledPass:
-    """Runs packed layers over rows. Its scratch memory lets one pass run at a time."""
+class PackedPass:
+    """Runs packed layers over rows. Its scratch memory lets one pass run at a time.
+
+    `streamed_layers` are those whose weights `stream` brings in every pass.
+    """
 
     def __init__(
-        self, packed: Packed, config: Any, vocabulary: int, rotary: Any, dtype: torch.dtype,
-        workers: int,
+        self, model: Model, config: Any, vocabulary: int, kv_heads: int, dtype: torch.dtype,
+        workers: int, stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.packed, self.width, self.vocabulary = packed, config.hidden_size, vocabulary
+        self.model, self.vocabulary, self.kv_heads, self.dtype = model, vocabulary, kv_heads, dtype
+        self.width = config.hidden_size
         self.padded_width = round_up(self.width, UNIT)
         self.inner_width = round_up(config.intermediate_size, UNIT)
-        self.kv_heads = config.num_key_value_heads
-        self.rotary_embedding, self.dtype = rotary, dtype
-        self.workers = Workers(workers)
-        self.rotary = np.zeros((0, 2, packed.model.head_dim // 2), np.float32)
+        self.rotary_embedding = LlamaRotaryEmbedding(config)
+        self.workers, self.stream, self.streamed = Workers(workers), stream, streamed_layers
+        self.rotary = np.zeros((0, 2, model.head_dim // 2), np.float32)
         self.scratch_rows = self.scratch_slots = 0
 
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
+        """A cache for a sequence of up to so many slots."""
+        model = self.model
+        return PackedCache(
+            len(model.matrices), self.kv_heads, model.head_dim, capacity, self.dtype,
+            counts_positions=counts_positions,
+        )  # fmt: skip
+
     def __call__(
-        self, cache: CompiledCache, x: NDArray[np.float32], positions: NDArray[np.int64],
+        self, cache: PackedCache, x: NDArray[np.float32], positions: NDArray[np.int64],
         slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int = 0,
         layers: Sequence[int] = (), first: NDArray[np.float32] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -154,19 +173,35 @@ class CompiledPass:
                 self.x, np.zeros((0, 0), np.float32) if first is None else first, positions, slots,
                 visible, spans, self.rotary, cache.keys, cache.values,
             )  # fmt: skip
-            self.workers.run(self.packed.model, inputs, self.scratch, outputs)
+            for part in self._parts():
+                self.workers.run(self.model, inputs, self.scratch, outputs, *part)
+        logits = logits[:, : self.vocabulary]
         if not np.isfinite(logits.max(-1)).all():
             cache.finite.fill_(False)
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
-        return torch.from_numpy(logits)[:, : self.vocabulary], states
+        return torch.from_numpy(logits), states
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """Ranges of layers, each of which is in memory when it is yielded; the last has no end."""
+        start, num_layers = 0, len(self.model.matrices)
+        for number, layer in enumerate(self.streamed if self.stream else ()):
+            assert self.stream
+            if layer > start:
+                yield start, layer
+            self.stream.wait_for(number)
+            yield layer, layer + 1
+            self.stream.release(number)
+            start = layer + 1
+        yield start, num_layers + 1
 
     def _reserve_rotary(self, positions: int) -> None:
         """Provide rotary embeddings of so many positions."""
         if len(self.rotary) < positions:
-            places, half = torch.arange(positions)[None], self.packed.model.head_dim // 2
-            cosines, sines = self.rotary_embedding(torch.zeros(1), places)
+            places, half = torch.arange(positions)[None], self.model.head_dim // 2
+            like = torch.zeros(1, dtype=torch.float32)
+            cosines, sines = self.rotary_embedding(like, places)
             table = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1)
-            self.rotary = table.float().contiguous().numpy()
+            self.rotary = table.contiguous().numpy()
 
     def _reserve(self, rows: int, slots: int) -> None:
         """Provide scratch memory for so many rows and slots; what is large enough is used again."""
@@ -174,8 +209,8 @@ class CompiledPass:
             return
         self.scratch_rows = rows = max(rows, self.scratch_rows)
         self.scratch_slots = slots = max(slots, self.scratch_slots)
-        model, workers = self.packed.model, self.workers.count
-        widest = max(matrix.encoded_bytes for matrix in self.packed.matrices)
+        model, workers = self.model, self.workers.count
+        widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[ROW_BYTES]))
 
         def floats(*shape: int) -> NDArray[np.float32]:
             return aligned_zeros(shape, np.float32)
@@ -193,25 +228,6 @@ class CompiledPass:
         )
 
 
-def cache_dtype(model: Any) -> torch.dtype:
-    """The dtype of a model's cached keys and values."""
-    return torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
-
-
-class CompiledModel(Copy):
-    """A model's packed weights and its passes; a copy of it packs them anew before it runs."""
-
-    runner: CompiledPass
-
-    @property
-    def formats(self) -> str:
-        """The formats of its weights, as files record them."""
-        return "+".join(self.runner.packed.formats)
-
-    def new_cache(self, capacity: int, *, counts_positions: bool) -> CompiledCache:
-        """A cache for a sequence of up to so many slots."""
-        runner, model = self.runner, self.runner.packed.model
-        return CompiledCache(
-            len(model.matrices), runner.kv_heads, model.head_dim, capacity, runner.dtype,
-            counts_positions=counts_positions,
-        )  # fmt: skip
+def cache_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of cached keys and values of a model in a dtype."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

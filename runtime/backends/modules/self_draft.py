@@ -4,30 +4,21 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.models.architecture import decoder_layers, text_config, unwrapped
+from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
+from sequoia_plan.runtime.models.architecture import decoder_layers, text_config
+from sequoia_plan.runtime.models.fuse import num_fused_layers
 from sequoia_plan.runtime.models.fused_layer import FusedLayer, can_fuse, has_gated_mlp
 from sequoia_plan.runtime.models.int8 import Int8Linear
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 INT8 = "int8"
 """The value of --draft that asks for such a draft."""
-
-_targets: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-"""For each draft that was made here, the target that it is a copy of."""
-
-
-def shares_cache(draft: Any, target: Any) -> bool:
-    """Is `draft` a copy of `target` that can read the keys and values in the target's cache?"""
-    plain_target = unwrapped(target)
-    is_its_copy = draft in _targets and _targets[draft]() is plain_target
-    return is_its_copy and draft.dtype == plain_target.dtype
-
 
 def draft_dtype(target: Any) -> torch.dtype:
     """What a copy computes in: on the CPU bfloat16, which PyTorch's 8-bit kernel is fast in."""
@@ -41,16 +32,17 @@ def copy_can_share(target: Any) -> bool:
 
 @torch.no_grad()
 def self_draft(
-    target: Any,
+    model: LoadedModel,
     load_layer: Callable[[int], Mapping[str, Tensor]] | None = None,
     shared_layers: Collection[int] | None = None,
-) -> Any:
-    """A copy of `target` whose linear layers are in 8 bits; the target is not changed.
+) -> LoadedModel:
+    """A copy of a model's module whose linear layers are in 8 bits; the module is not changed.
 
-    The copy shares the target's embeddings, and computes in `draft_dtype`. `load_layer` returns the
-    weights of a layer that is not in memory. `shared_layers` stay the target's own; then the
+    The copy shares the module's embeddings, and computes in `draft_dtype`. `load_layer` returns the
+    weights of a layer that is not in memory. `shared_layers` stay the module's own; then the
     head does, too.
     """
+    target = model.module
     dtype = draft_dtype(target)
     _, target_layers = decoder_layers(target)
     # no variable may hold one layer's weights while the next layer's are read
@@ -76,8 +68,13 @@ def self_draft(
         replacements[head] = head
     # a tied head has a name of its own
     tensors = dict(target.named_parameters(remove_duplicate=False))
-    draft = _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
-    _targets[draft] = ref(unwrapped(target))
+    module = _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
+    recorded = {"placement": "resident"}
+    if num_fused := num_fused_layers(module):
+        recorded["fused_layers"] = num_fused
+    draft = LoadedModel(ModuleBackend(module, recorded), text_config(module), name=f"{model.name} {INT8}")
+    if module.dtype == target.dtype:
+        draft.copy_of = model
     return draft
 
 

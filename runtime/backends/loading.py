@@ -1,0 +1,250 @@
+"""Which backend runs a model: chosen when it is loaded, or when a decoder is given a module."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
+from sequoia_plan.runtime.backends.modules.self_draft import copy_bytes, copy_can_share
+from sequoia_plan.runtime.backends.modules.self_draft import self_draft as copy_in_8_bits
+from sequoia_plan.runtime.backends.modules.self_draft import share_layers
+from sequoia_plan.runtime.models.architecture import (
+    model_type,
+    text_config,
+    unwrapped,
+    without_adapter_wrapper,
+)
+from sequoia_plan.runtime.models.dtype import resolve_dtype
+from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.loaded_model import Backend, LoadedModel
+from sequoia_plan.runtime.models.pretrained import ModelFiles, find_model
+from sequoia_plan.runtime.offload.memory import (
+    SLOTS,
+    MemorySplit,
+    as_bytes,
+    cache_bytes,
+    format_bytes,
+    free_memory,
+    own_bytes,
+    split_memory,
+)
+
+RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
+"""How passes run: by the modules that transformers loads; by fused layers, where those compute the
+same; or on a CPU as one compiled function, with the weights packed for it."""
+PLACEMENTS = (RESIDENT, FUSED, COMPILED)
+CAN_COMPILE = find_spec("numba") is not None
+"""A slim runtime decodes without numba."""
+KEPT = "_sequoia_plan"
+"""The attribute of a module that keeps its `LoadedModel`: decoders of one module share it."""
+OnBytes = Callable[[int, int], None]
+"""Called while weights are packed, with the bytes so far and all."""
+
+
+class _Keeper:
+    """Holds a module's `LoadedModel`; copies and pickles of the module have an empty one."""
+
+    model: LoadedModel | None = None
+
+    def __reduce__(self) -> Any:
+        """For pickle and copies."""
+        return _Keeper, ()
+
+
+def loaded(model: Any) -> LoadedModel:
+    """The `LoadedModel` of a transformers model in memory, made when it is first asked for.
+
+    On a CPU, it packs the weights of a Llama-like model if there is memory for a copy.
+    """
+    if isinstance(model, LoadedModel):
+        return model
+    module = without_adapter_wrapper(model)
+    keeper: _Keeper = vars(module).setdefault(KEPT, _Keeper())
+    if keeper.model is None or keeper.model.backend.is_stale():
+        generation_config = getattr(unwrapped(module), "generation_config", None)
+        keeper.model = LoadedModel(
+            _backend_of(module), text_config(module), generation_config=generation_config
+        )
+    return keeper.model
+
+
+def keep_loaded(module: Any, model: LoadedModel) -> None:
+    """Let `model` be what decoders take for a module."""
+    keeper = vars(module).setdefault(KEPT, _Keeper())
+    keeper.model = model
+
+
+def _backend_of(module: Any, bits: int | None = None) -> Backend:
+    """What runs a module in memory."""
+    if not CAN_COMPILE or not isinstance(module, PreTrainedModel) or module.device.type != "cpu":
+        return ModuleBackend(module)
+    # decoding on a GPU does not need numba
+    from sequoia_plan.runtime.backends.packed.families import why_not_module
+    from sequoia_plan.runtime.backends.packed.from_module import PackedModule, needed_bytes
+
+    needed, free = needed_bytes(module), free_memory(module.device)
+    if needed < free:
+        with contextlib.suppress(SequoiaPlanError):
+            return PackedModule(module, bits)
+    elif not why_not_module(module):
+        warnings.warn(
+            f"{model_type(module)}: PyTorch runs it, because a copy of its weights needs "
+            f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free",
+            stacklevel=5,
+        )
+    return ModuleBackend(module)
+
+
+def load_model(
+    source: str | None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    placement: str = COMPILED,
+    bits: int | None = None,
+    on_bytes: OnBytes = lambda done, total: None,
+) -> LoadedModel:
+    """Load a language model; the arguments are those of `load_pair`.
+
+    Raises:
+        SequoiaPlanError: if it cannot be found or loaded, or `bits` are asked for and it is not
+            compiled.
+    """
+    files, torch_dtype, remarks = find_model(source), resolve_dtype(dtype, device), ()
+    backend: Backend | None = None
+    if placement == COMPILED:
+        from sequoia_plan.runtime.backends.packed.loading import load_packed
+
+        backend, reason = load_packed(files, torch_dtype, dtype == "auto", bits, on_bytes)
+        if backend is None:
+            if bits:
+                raise SequoiaPlanError(f"bits {bits}: the model cannot be compiled: {reason}")
+            remarks = (f"{files.name}: PyTorch runs it, its pass is not compiled: {reason}",)
+    if backend is None:
+        module, recorded = files.module(torch_dtype).to(device), {"placement": RESIDENT}
+        if placement != RESIDENT:
+            recorded = {"placement": FUSED, "fused_layers": fuse(module)}
+        backend = ModuleBackend(module, recorded)
+    model = _with_files(backend, files, remarks)
+    if backend.module is not None:
+        keep_loaded(backend.module, model)
+    return model
+
+
+def place(module: Any, placement: str) -> LoadedModel:
+    """The model of a module in memory, which runs as `placement` says."""
+    if placement == COMPILED:
+        return loaded(module)
+    recorded: dict[str, Any] = {"placement": RESIDENT}
+    if placement == FUSED:
+        recorded = {"placement": FUSED, "fused_layers": fuse(module)}
+    model = LoadedModel(ModuleBackend(module, recorded), text_config(module))
+    keep_loaded(module, model)
+    return model
+
+
+def _with_files(backend: Backend, files: ModelFiles, remarks: tuple[str, ...] = ()) -> LoadedModel:
+    """The model of a backend, with what its files say."""
+    config = files.config.get_text_config()
+    return LoadedModel(
+        backend, config, name=files.name, generation_config=files.generation_config(),
+        load_tokenizer=files.tokenizer, tokens=files.tokens, remarks=remarks,
+    )  # fmt: skip
+
+
+def pack_draft(draft: Any, placement: str) -> str:
+    """Let a draft with hidden states run as `placement` says; returns why it is not compiled."""
+    reason = ""
+    if placement == COMPILED:
+        from sequoia_plan.runtime.backends.packed.eagle import PackedEagle, why_not
+
+        if not (reason := why_not(draft)):
+            draft.packed = PackedEagle(draft)
+            return ""
+    if placement != RESIDENT:
+        draft.num_fused = fuse(draft)
+    return reason
+
+
+class OffloadedModel:
+    """A target that is streamed from a `link`: what fits beside its draft is decided by `place`."""
+
+    def __init__(
+        self, source: str | None, device: str, dtype: str, placement: str, link: str,
+        memory: str | int | None, on_bytes: OnBytes = lambda done, total: None,
+    ) -> None:  # fmt: skip
+        files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
+        self.link, self.is_fused = link, placement != RESIDENT
+        self.budget = as_bytes(memory, torch.device(device))
+        self.shared_layers: tuple[int, ...] | None = None
+        self.parts: Any = None
+        if placement == COMPILED and link == "disk":
+            from sequoia_plan.runtime.backends.packed.loading import offload_packed
+
+            self.parts = offload_packed(files, torch_dtype, dtype == "auto", on_bytes)
+        if self.parts is None:
+            from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
+
+            self.parts = OffloadedTarget(files, device, torch_dtype)
+        self.model = _with_files(self.parts.backend, files)
+
+    def copy_in_8_bits(self) -> LoadedModel:
+        """A draft that is a copy of the target, of which it shares layers that stay in memory."""
+        split = self._split_with_copy()
+        self.shared_layers = split.resident_layers if split else None
+        return copy_in_8_bits(self.model, self.parts.layer, self.shared_layers)
+
+    def place(self, draft: Any) -> None:
+        """Load the layers that fit beside a draft, which may be None, and stream the others."""
+        split = self._split_with_copy() if self.shared_layers is not None else None
+        self.parts.place(split or self._split_beside(draft), self.link, self.is_fused)
+        if self.shared_layers:
+            share_layers(draft.module, self.model.module, self.shared_layers)
+
+    def _split_with_copy(self) -> MemorySplit | None:
+        """What fits where the draft has a copy of the streamed layers alone.
+
+        None if a copy cannot share layers, or if nothing has to be streamed.
+        """
+        parts, target = self.parts, self.model.module
+        if target is None or not copy_can_share(target):
+            return None
+        # the norm after the last layer and the rotary embeddings
+        outside = [
+            tensor
+            for name, tensor in (*target.named_parameters(), *target.named_buffers())
+            if tensor.ndim < 2 and not name.startswith(parts.layers_name)
+        ]
+        split = split_memory(
+            self.budget,
+            parts.outside_bytes,
+            copy_bytes(outside, torch.float32),
+            cache_bytes(self.model),
+            parts.layer_sizes(),
+            max(copy_bytes(layer.parameters(), target.dtype) for layer in parts.layers),
+        )
+        return split if split.streamed_bytes else None
+
+    def _split_beside(self, draft: Any) -> MemorySplit:
+        """What fits beside a draft, which may be None."""
+        caches, draft_bytes = cache_bytes(self.model), 0
+        if draft is not None:
+            draft_bytes = own_bytes(draft, self.model)
+            is_copy = getattr(draft, "copy_of", None) is self.model
+            caches += 0 if is_copy else cache_bytes(draft)
+        reads_chosen = getattr(self.parts, "routed", None) and self.link == "disk"
+        return split_memory(
+            self.budget,
+            self.parts.outside_bytes,
+            draft_bytes,
+            caches,
+            self.parts.layer_sizes(),
+            slots=1 if reads_chosen else SLOTS,
+        )

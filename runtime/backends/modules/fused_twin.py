@@ -1,0 +1,71 @@
+"""Fused layers for models of users, whose own modules stay as they are."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.models.architecture import model_type
+from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.module_state import State, Watch, weights, workings
+
+
+class FusedTwin:
+    """A model with fused layers in memory that it shares with `module`, whose passes it runs."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.watch = module, Watch(_state)
+        self.model = _with_own_children(module, {})
+        self.replaced: list[tuple[nn.Module, nn.Module]] = []
+        self.num_fused = fuse(self.model, on_replaced=self._share)
+        self.watch.look(module)
+
+    def check(self) -> None:
+        """Follow changes of the weights; SequoiaPlanError for any other change."""
+        if not (names := self.watch.changes(self.module)):
+            return
+        own = {n for n, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
+        if self.num_fused and not own.issuperset(names):
+            raise SequoiaPlanError(
+                f"{model_type(self.module)}: {min({*names} - own)} changed after its layers were "
+                "fused; make the decoder anew"
+            )
+        self.pack()
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Take over the weights as they are now."""
+        replaced, self.replaced = self.replaced, []
+        for modules in replaced:
+            self._share(*modules)
+        self.watch.look(self.module)
+
+    def _share(self, module: nn.Module, fused: nn.Module) -> None:
+        """Let the weights of a module lie where its fused one reads them."""
+        self.replaced.append((module, fused))
+        views = fused.state_dict()
+        for name, parameter in module.named_parameters():
+            if parameter.data_ptr() != views[name].data_ptr():
+                views[name].copy_(parameter)
+                if parameter.dtype == views[name].dtype:
+                    parameter.data = views[name]
+
+
+def _state(module: Any) -> State:
+    """What a twin depends on."""
+    return workings(module) | weights(module)
+
+
+def _with_own_children(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A module with the same weights, whose children can be replaced without changing `module`."""
+    if not module._modules:
+        return module
+    if module not in made:
+        twin = made[module] = copy.copy(module)
+        twin._modules = {
+            name: child and _with_own_children(child, made)
+            for name, child in module._modules.items()
+        }
+    return made[module]

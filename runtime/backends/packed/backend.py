@@ -1,0 +1,131 @@
+"""A Llama-like model whose weights are packed, and whose pass is one compiled function."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.backends.packed.forward import UNIT, project
+from sequoia_plan.runtime.backends.packed.packed_pass import (
+    PackedCache,
+    PackedPass,
+    cache_dtype,
+    visible_slots,
+)
+from sequoia_plan.runtime.backends.packed.tiles import dense_rows
+from sequoia_plan.runtime.backends.packed.weights import PackedWeights, describe, model_of
+from sequoia_plan.runtime.base.weight_stream import WeightStream
+from sequoia_plan.runtime.models.architecture import head_size
+from sequoia_plan.runtime.models.loaded_model import Backend, Masks
+
+
+class PackedBackend(Backend):
+    """Runs packed weights, once `use` was called.
+
+    `recorded` is what profiles record of the model; `streamed_layers` are those that `stream`
+    brings. `check_source` raises SequoiaPlanError if the weights are no longer what they were.
+    """
+
+    module: Any = None
+    chains_only = is_split = False
+    has_own_threads = True
+
+    def __init__(
+        self,
+        weights: PackedWeights,
+        config: Any,
+        dtype: torch.dtype,
+        recorded: Mapping[str, Any],
+        stream: WeightStream | None = None,
+        streamed_layers: Sequence[int] = (),
+        check_source: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
+        self.recorded, self.stream, self.version = dict(recorded), stream, 0
+        self.streamed_layers, self.check_source = streamed_layers, check_source
+        self.embedding, self.head_matrix = weights.embedding, weights.head
+        self.num_embeddings = self.embedding.outputs
+        self.vocabulary = self.head_matrix.outputs
+        self.weights = weights
+
+    def use(self, weights: PackedWeights) -> None:
+        """Run these weights from now on."""
+        self.weights, config, cached = weights, self.config, cache_dtype(self.dtype)
+        self.embedding, self.head_matrix = weights.embedding, weights.head
+        model = model_of(weights, config, head_size(config), cached.itemsize)
+        self.runner = PackedPass(
+            model, config, self.vocabulary, config.num_key_value_heads, cached,
+            torch.get_num_threads(), self.stream, self.streamed_layers,
+        )  # fmt: skip
+
+    def metadata(self) -> dict[str, Any]:
+        """See `Backend`."""
+        return self.recorded | {"weights": "+".join(self.weights.formats())}
+
+    def prepare(self, hidden_states: Sequence[int]) -> None:
+        """See `Backend`."""
+        count = len(self.runner.model.matrices)
+        if wrong := [number for number in hidden_states if not -1 <= number <= count]:
+            raise SequoiaPlanError(
+                f"draft: reads the hidden state {wrong[0]} of a target that has 0 to {count}"
+            )
+
+    def is_stale(self) -> bool:
+        """Is the model no longer what the backend was made for?"""
+        return False
+
+    def check(self) -> None:
+        """See `Backend`."""
+        self.check_source()
+
+    def refresh(self) -> None:
+        """See `Backend`: a file's weights do not change."""
+        self.check_source()
+
+    def weight_memory(self) -> tuple[tuple[int, int], ...]:
+        """See `Backend`."""
+        return tuple((m.ctypes.data, m.nbytes) for m, _ in self.weights.places.values())
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
+        """See `Backend`."""
+        return self.runner.new_cache(capacity, counts_positions=counts_positions)
+
+    def forward(
+        self, cache: Any, tokens: Tensor, positions: Tensor, masks: Masks, logits_to_keep: int,
+        hidden_states: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """See `Backend`."""
+        assert isinstance(masks, Tensor)  # layers do not differ
+        logits, states = self.runner(
+            cache, self.embedded(tokens.numpy()), positions.numpy(), cache.slots.numpy(),
+            visible_slots(masks), logits_to_keep, hidden_states,
+        )  # fmt: skip
+        return logits, states.to(self.dtype) if hidden_states else None
+
+    def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """int64 [n] -> float32 [n, width]; the last one's for tokens that there are not."""
+        return dense_rows(self.embedding, np.minimum(tokens, self.num_embeddings - 1))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Backend`."""
+        rows = torch.from_numpy(self.embedded(tokens.flatten().numpy()))
+        return rows.view(*tokens.shape, -1).to(self.dtype)
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """See `Backend`."""
+        rows = hidden_states.float().reshape(-1, hidden_states.shape[-1])
+        return multiplied(self.head_matrix, rows).view(*hidden_states.shape[:-1], -1)
+
+
+def multiplied(matrix: Any, rows: Tensor) -> Tensor:
+    """float32 [n, inputs] -> [n, outputs], in this thread."""
+    padded = -(-matrix.inputs // UNIT) * UNIT
+    x = np.zeros((len(rows), padded), np.float32)
+    x[:, : rows.shape[1]] = rows.numpy()
+    products = np.empty((len(rows), -(-matrix.outputs // UNIT) * UNIT), np.float32)
+    project(describe(matrix), x, products)
+    return torch.from_numpy(products)[:, : matrix.outputs]

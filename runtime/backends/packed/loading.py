@@ -1,0 +1,83 @@
+"""Loading a model whose weights are packed in the cache, or saying why PyTorch has to run it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.backends.packed.backend import PackedBackend
+from sequoia_plan.runtime.backends.packed.families import empty_module, why_not
+from sequoia_plan.runtime.backends.packed.from_file import (
+    OnBytes,
+    PackedFile,
+    StreamedFile,
+    packed_file,
+    recorded_of,
+)
+from sequoia_plan.runtime.backends.packed.from_module import PackedModule
+from sequoia_plan.runtime.backends.packed.weights import Storage
+from sequoia_plan.runtime.models.pretrained import ModelFiles, check_tensors
+from sequoia_plan.runtime.offload.weight_file import WeightFile
+
+
+def load_packed(
+    files: ModelFiles, dtype: torch.dtype, keeps_bits: bool, bits: int | None, on_bytes: OnBytes
+) -> tuple[PackedBackend | None, str]:
+    """The backend of a model's files; None, and why it cannot be packed.
+
+    `keeps_bits`: a GGUF file's matrices stay as they are.
+    """
+    config, empty = files.config, empty_module(files.config)
+    if reason := why_not(config, empty):
+        return None, reason
+    if files.source is None or not _is_plain(files, empty):
+        try:  # transformers knows how to read it
+            return PackedModule(files.module(dtype), bits), ""
+        except ValueError as unknown:
+            return None, str(unknown)
+    try:
+        file = _file_of(files, dtype, keeps_bits, bits, on_bytes)
+    except ValueError as unknown:  # format of weights
+        return None, str(unknown)
+    recorded = recorded_of(file, dtype, list(files.source.shapes().values()))
+    file.close()
+    return PackedFile(file.path, config, dtype, recorded), ""
+
+
+def offload_packed(
+    files: ModelFiles, dtype: torch.dtype, keeps_bits: bool, on_bytes: OnBytes
+) -> Any:
+    """A target that is streamed from its packed file; None if it cannot be."""
+    empty = empty_module(files.config)
+    if why_not(files.config, empty) or files.source is None or not _is_plain(files, empty):
+        return None
+    try:
+        file = _file_of(files, dtype, keeps_bits, None, on_bytes)
+    except ValueError:  # format of weights
+        return None
+    recorded = recorded_of(file, dtype, list(files.source.shapes().values()))
+    return StreamedFile(file, files.config, dtype, recorded)
+
+
+def _file_of(
+    files: ModelFiles, dtype: torch.dtype, keeps_bits: bool, bits: int | None, on_bytes: OnBytes
+) -> WeightFile:
+    """The packed file of a model."""
+    assert files.source
+    storage = Storage(None if bits or (files.gguf and keeps_bits) else dtype, bits)
+    return packed_file(Path(files.name).stem, files.source, storage, on_bytes)
+
+
+def _is_plain(files: ModelFiles, empty: Any) -> bool:
+    """Has the source the tensors of the model, by their names?
+
+    A GGUF file must have them; of a folder that has others, transformers may make sense.
+    """
+    try:
+        check_tensors(files, empty)
+    except SequoiaPlanError:
+        if files.gguf:
+            raise
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""A GGUF file: its metadata and where its tensors lie. Nothing of the weights is read.
+
+The package gguf reads a vocabulary entry by entry, which takes seconds.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_plan.artifacts import SequoiaPlanError
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""By a value's type in a file: its form for `struct`."""
+STRING, ARRAY = 8, 9
+SPLIT_COUNT = "split.count"
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor: ggml's name of its format, its shape as PyTorch has it, and where its rows lie.
+
+    A row has the last dimension.
+    """
+
+    path: Path
+    format: str
+    shape: tuple[int, ...]
+    offset: int
+    row_bytes: int
+
+    def read(self, first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
+        """The bytes of some rows, uint8 [rows, bytes of one]."""
+        end = math.prod(self.shape[:-1]) if end is None else end
+        start, count = self.offset + first * self.row_bytes, (end - first) * self.row_bytes
+        return np.fromfile(self.path, np.uint8, count, offset=start).reshape(-1, self.row_bytes)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file, of which metadata and places of tensors were read."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the model's architecture."""
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The metadata of the architecture, without its name."""
+        prefix = f"{self.architecture}."
+        own = {key: value for key, value in self.metadata.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in own.items()}
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a file's metadata and the places of its tensors.
+
+    Raises:
+        SequoiaPlanError: if it is no whole GGUF file, or a part of a split one.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # of the extra gguf
+
+    if not path.is_file():
+        raise SequoiaPlanError(f"{path}: no such file; expected a GGUF model")
+    reader = _Reader(np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, "u1"))
+    try:
+        metadata, entries = reader.header()
+        if "general.architecture" not in metadata:
+            raise ValueError("its metadata has no general.architecture")
+        alignment = int(metadata.get("general.alignment", 32))
+        start, tensors = -(-reader.place // alignment) * alignment, {}
+        for name, shape, kind, offset in entries:
+            if kind not in set(GGMLQuantizationType):
+                raise ValueError(f"tensor {name} has ggml's type {kind}, which is not known")
+            format = GGMLQuantizationType(kind)
+            block_size, block_bytes = GGML_QUANT_SIZES[format]
+            row_bytes = shape[-1] // block_size * block_bytes
+            first, count = start + offset, math.prod(shape[:-1])
+            if first + count * row_bytes > len(reader.view):
+                raise ValueError(f"it ends at {len(reader.view)} bytes, inside tensor {name}")
+            tensors[name] = GgufTensor(path, format.name, shape, first, row_bytes)
+    except (ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
+        raise SequoiaPlanError(f"{path}: no whole GGUF file ({error}); get it again") from error
+    if (count := metadata.get(SPLIT_COUNT, 1)) > 1:
+        raise SequoiaPlanError(
+            f"{path}: one of {count} parts of a model; merge them: llama-gguf-split --merge "
+            f"{path.name} merged.gguf"
+        )
+    return GgufFile(path, metadata, tensors)
+
+
+class _Reader:
+    """Reads values one after the other from the bytes of a file."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self.place, self.view = 0, memoryview(data)
+
+    def header(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
+        """The metadata; and of each tensor its name, its shape, its format and its offset."""
+        if bytes(self.view[:4]) != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        self.place = 4
+        version, num_tensors, num_values = self.numbers("IQQ")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}, expected 2 or 3")
+        metadata = {}
+        for _ in range(num_values):
+            key = self.string()
+            metadata[key] = self.value(*self.numbers("I"))
+        entries = []
+        for _ in range(num_tensors):
+            name, (num_dimensions,) = self.string(), self.numbers("I")
+            shape = self.numbers(f"{num_dimensions}Q")[::-1]
+            entries.append((name, shape, *self.numbers("IQ")))
+        return metadata, entries
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        """The next numbers."""
+        values = struct.unpack_from(f"<{form}", self.view, self.place)
+        self.place += struct.calcsize(f"<{form}")
+        return values
+
+    def string(self) -> str:
+        """The next text."""
+        (length,) = self.numbers("Q")
+        start, self.place = self.place, self.place + length
+        if self.place > len(self.view):
+            raise ValueError(f"it ends at {len(self.view)} bytes")
+        return str(self.view[start : self.place], "utf-8")
+
+    def value(self, kind: int) -> Any:
+        """The next value of a kind."""
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.numbers(NUMBERS[kind])[0]
+        kind, count = self.numbers("IQ")
+        if count > len(self.view):
+            raise ValueError(f"an array of {count} values")
+        if kind in NUMBERS:
+            return list(self.numbers(f"{count}{NUMBERS[kind]}"))
+        return [self.value(kind) for _ in range(count)]

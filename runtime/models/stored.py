@@ -1,0 +1,185 @@
+"""Weights as they are stored: rows of bytes in a file's own format, read part by part."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+DTYPE_FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""ggml's names of floating-point formats."""
+SAMPLES, SAMPLE_BYTES = 256, 4096
+"""So many samples of so many bytes, spread over a file, tell its content apart."""
+
+
+class Source(Struct, frozen=True):
+    """What weights were made from.
+
+    A hash that is quickly found again, the files' sizes and times, and a hash of all of it.
+    """
+
+    fingerprint: str
+    times: tuple[int, ...] = ()
+    content: str = ""
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix [outputs, inputs] in one of ggml's formats.
+
+    `read(first, end)` gives the bytes of some rows, uint8 [end - first, bytes of a row].
+    """
+
+    format: str
+    outputs: int
+    inputs: int
+    read: Callable[[int, int], NDArray[np.uint8]]
+
+    def in_dtype(self, dtype: torch.dtype) -> StoredMatrix:
+        """The same matrix, whose rows are rounded to a dtype when they are read."""
+        if self.format == DTYPE_FORMATS[dtype]:
+            return self
+
+        def read(first: int, end: int) -> NDArray[np.uint8]:
+            """Dense rows in the dtype."""
+            return bytes_of_rows(self.dense(first, end).to(dtype))
+
+        return replace(self, format=DTYPE_FORMATS[dtype], read=read)
+
+    def dense(self, first: int = 0, end: int | None = None) -> Tensor:
+        """Some rows, float32 [rows, inputs]."""
+        rows = self.read(first, self.outputs if end is None else end)
+        return torch.from_numpy(dense_rows(self.format, rows))
+
+
+class WeightSource(Protocol):
+    """The weights of a Llama-like model by transformers' names."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+
+    def matrix(self, name: str) -> StoredMatrix:
+        """A tensor of two dimensions."""
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """A tensor of one dimension."""
+
+    def identity(self) -> Source:
+        """What it is, without reading all of it."""
+
+    def content(self) -> str:
+        """A hash of all of it."""
+
+
+class CheckpointSource:
+    """The weights of a folder's safetensors files (see `WeightSource`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = sorted(folder.glob("*.safetensors"))
+        self.opened = [safe_open(file, framework="pt") for file in self.files]
+        self.file_of = {name: file for file in self.opened for name in file.keys()}  # noqa: SIM118
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `WeightSource`."""
+        return {n: tuple(f.get_slice(n).get_shape()) for n, f in self.file_of.items()}
+
+    def matrix(self, name: str) -> StoredMatrix:
+        """See `WeightSource`."""
+        rows = self.file_of[name].get_slice(name)
+        return StoredMatrix(
+            DTYPE_FORMATS[rows[:0].dtype],
+            *rows.get_shape(),
+            lambda first, end: bytes_of_rows(rows[first:end]),
+        )
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """See `WeightSource`."""
+        return self.file_of[name].get_tensor(name).float().numpy()
+
+    def identity(self) -> Source:
+        """See `WeightSource`."""
+        return fingerprint(self.files)
+
+    def content(self) -> str:
+        """See `WeightSource`."""
+        digests = []
+        for file in self.files:
+            with file.open("rb") as stream:
+                digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+class ModuleSource:
+    """The weights of a module in memory (see `WeightSource`)."""
+
+    def __init__(self, module: Any) -> None:
+        self.tensors: dict[str, Tensor] = dict(module.named_parameters())  # tied ones once
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `WeightSource`."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def matrix(self, name: str) -> StoredMatrix:
+        """See `WeightSource`."""
+        return stored_matrix(self.tensors[name])
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """See `WeightSource`."""
+        return self.tensors[name].detach().float().numpy()
+
+
+def stored_matrix(weight: Tensor) -> StoredMatrix:
+    """A matrix in memory as rows of bytes."""
+    weight = weight.detach()
+    return StoredMatrix(
+        DTYPE_FORMATS[weight.dtype],
+        *weight.shape,
+        lambda first, end: bytes_of_rows(weight[first:end]),
+    )
+
+
+def bytes_of_rows(rows: Tensor) -> NDArray[np.uint8]:
+    """float [n, inputs] -> uint8 [n, bytes of a row]."""
+    return rows.contiguous().view(torch.uint8).reshape(len(rows), -1).numpy()
+
+
+def dense_rows(format: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Rows of bytes in one of ggml's formats as float32 [n, inputs]."""
+    if format == "F32":
+        return np.ascontiguousarray(rows).view(np.float32)
+    if format == "F16":
+        return np.ascontiguousarray(rows).view(np.float16).astype(np.float32)
+    if format == "BF16":
+        bits = np.ascontiguousarray(rows).view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32)
+    from gguf import GGMLQuantizationType, dequantize  # of the extra gguf
+
+    return dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[format])
+
+
+def fingerprint(files: Sequence[Path]) -> Source:
+    """A hash of files' sizes and samples of their content, with what the system notes of changes.
+
+    The time of an inode's change is among that, which nobody can set.
+    """
+    crc, sizes, times = 0, [], []
+    for path in files:
+        status = path.stat()
+        sizes.append(status.st_size)
+        times += [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(number * max(status.st_size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                crc = zlib.crc32(file.read(SAMPLE_BYTES), crc)
+    digest = hashlib.sha256(f"{sizes} {crc}".encode()).hexdigest()
+    return Source(digest[:16], tuple(times))

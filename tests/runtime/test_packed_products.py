@@ -1,0 +1,188 @@
+"""Matrices in the bits of a GGUF file, and products by them."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from sequoia_plan.runtime.backends.packed.encoding import encoder
+from sequoia_plan.runtime.backends.packed.formats import (
+    FORMAT_NAMES,
+    FORMATS,
+    OUTPUTS,
+    format_number,
+    num_tiles,
+    row_bytes,
+    tile_bytes,
+)
+from sequoia_plan.runtime.backends.packed.forward import multiply
+from sequoia_plan.runtime.backends.packed.products import (
+    ENCODE_INTEGERS,
+    ENCODE_WHOLE_FLOATS,
+    HAS_INTEGER_PRODUCTS,
+    encoded_bytes,
+    multiplier,
+    own_encoding,
+)
+from sequoia_plan.runtime.backends.packed.tiles import (
+    Matrix,
+    aligned_zeros,
+    dense_rows,
+    pack_rows,
+    round_rows,
+)
+from sequoia_plan.runtime.backends.packed.weights import describe
+
+NUM_OUTPUTS, INPUTS, ROWS = 70, 512, 35
+"""No multiple of a tile's outputs; more rows than are encoded side by side."""
+all_formats = pytest.mark.parametrize("name", FORMAT_NAMES)
+
+
+def random_rows(name, outputs=NUM_OUTPUTS, inputs=INPUTS):
+    """Rows as in a file, and their weights as the package gguf reads them."""
+    rng, kind = np.random.default_rng(0), gguf.GGMLQuantizationType[name]
+    format = FORMATS[FORMAT_NAMES.index(name)]
+    if format.is_float:
+        weights = rng.standard_normal((outputs, inputs)).astype(np.float32)
+        rows = gguf.quants.quantize(weights, kind).view(np.uint8).reshape(outputs, -1)
+    else:
+        blocks = rng.integers(0, 256, (outputs, inputs // format.block, format.block_bytes))
+        blocks = blocks.astype(np.uint8)
+        for place in format.factors:  # random bits may be infinite
+            if name == "MXFP4":
+                blocks[..., place] = rng.integers(120, 128, blocks.shape[:2])
+            else:
+                factors = rng.normal(0, 0.1, blocks.shape[:2]).astype(np.float16)
+                blocks[..., place : place + 2] = factors[..., None].view(np.uint8)
+        rows = blocks.reshape(outputs, -1)
+    return rows, gguf.quants.dequantize(rows, kind).reshape(outputs, inputs)
+
+
+def pack(name, rows, inputs=INPUTS):
+    """A matrix whose tiles had other bytes before."""
+    format = FORMAT_NAMES.index(name)
+    tiles = aligned_zeros((num_tiles(format, len(rows)), tile_bytes(format, inputs)))
+    tiles[:] = 99
+    pack_rows(format, rows, inputs, tiles)
+    return Matrix(format, len(rows), inputs, tiles)
+
+
+def encode(matrix, rows, encoding):
+    encoded = aligned_zeros((len(rows), encoded_bytes(matrix.format, matrix.inputs, encoding)))
+    encoder(encoding).ctypes(
+        rows.ctypes.data, rows.strides[0], len(rows), matrix.inputs, encoded.ctypes.data,
+        encoded.shape[1],
+    )  # fmt: skip
+    return encoded
+
+
+def products(matrix, rows, encoding=None):
+    """The products of all rows, float32 [rows, outputs of all tiles]."""
+    encoding = own_encoding(FORMATS[matrix.format]) if encoding is None else encoding
+    encoded = encode(matrix, rows, encoding)
+    results = np.full((len(rows), len(matrix.tiles) * OUTPUTS), np.nan, np.float32)
+    columns = describe(matrix)
+    columns[1] = multiplier(matrix.format, encoding).address
+    multiply(columns, len(rows), encoded, results, 0, 0, results.shape[1])
+    return results
+
+
+def read_rows(name, rows):
+    """Rows as an encoder stores them: in 8 bits with a scale for each 16, or as they are."""
+    if FORMATS[FORMAT_NAMES.index(name)].is_float:
+        return rows.astype(np.float64)
+    parts = rows.reshape(len(rows), -1, 16)
+    largest = np.abs(parts).max(-1, keepdims=True)
+    whole = np.rint(parts * (np.float32(127) / largest)).astype(np.float64)
+    return (whole * (largest / 127)).reshape(rows.shape)
+
+
+def error(results, rows, weights):
+    """The largest error relative to the sum of what is added, in float64."""
+    weights = weights.astype(np.float64)
+    sizes = np.abs(rows) @ np.abs(weights).T
+    return (np.abs(results[:, : len(weights)] - rows @ weights.T) / sizes).max()
+
+
+@all_formats
+def test_tiles_are_what_the_package_gguf_reads(name):
+    """A part of the rows goes to its own tiles, in as many bytes as the file has."""
+    rows, weights = random_rows(name)
+    matrix = pack(name, rows)
+    np.testing.assert_array_equal(dense_rows(matrix, np.arange(NUM_OUTPUTS)), weights)
+    some = np.array([69, 0, 33, 33])
+    np.testing.assert_array_equal(dense_rows(matrix, some), weights[some])
+    np.testing.assert_array_equal(pack(name, rows[OUTPUTS:]).tiles, matrix.tiles[1:])
+    assert rows.shape[1] == row_bytes(matrix.format, INPUTS)
+    assert matrix.tiles.shape[1] <= 1.03 * OUTPUTS * rows.shape[1]
+
+
+@all_formats
+def test_products_are_exact_and_the_same_beside_other_rows(name):
+    """Against float64 with rows rounded alike; and with another weight, off by more than that."""
+    packed_rows, weights = random_rows(name)
+    matrix, format = pack(name, packed_rows), FORMATS[FORMAT_NAMES.index(name)]
+    rows = np.random.default_rng(1).standard_normal((ROWS, INPUTS)).astype(np.float32)
+    results = products(matrix, rows)
+    read, bound = read_rows(name, rows), 1e-2 if name == "BF16" else 1e-6
+    assert error(results, read, weights) < bound < error(results, read, np.roll(weights, 1, 1))
+    assert not results[:, NUM_OUTPUTS:].any()
+    for count in (*range(1, 10), 16, 17, ROWS - 1):
+        np.testing.assert_array_equal(products(matrix, rows[-count:]), results[-count:])
+    if not format.is_float:  # whole numbers are exact in float32: even the bits are the same
+        np.testing.assert_array_equal(products(matrix, rows, ENCODE_WHOLE_FLOATS), results)
+
+
+def test_the_processor_decides_what_is_compared():
+    """Where it has no products of integers, the portable ones are the only ones."""
+    own = own_encoding(FORMATS[FORMAT_NAMES.index("Q8_0")])
+    assert own == (ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q5_1"])
+def test_sizes_that_are_no_multiple_of_anything(name):
+    """Inputs of a row end in the middle of a group, in formats that have no blocks."""
+    inputs = 70 if FORMATS[FORMAT_NAMES.index(name)].is_float else 96
+    packed_rows, weights = random_rows(name, 33, inputs)
+    matrix = pack(name, packed_rows, inputs)
+    np.testing.assert_array_equal(dense_rows(matrix, np.array([32])), weights[32:])
+    rows = np.zeros((3, 96), np.float32)
+    rows[:, :inputs] = np.random.default_rng(1).standard_normal((3, inputs))
+    results = products(matrix, rows)
+    assert error(results, read_rows(name, rows)[:, :inputs], weights) < 1e-2
+    assert not results[:, 33:].any()
+
+
+def test_another_format_is_named():
+    with pytest.raises(ValueError, match=r"weights in IQ3_S, expected one of F32, .* is Q3_K"):
+        format_number("IQ3_S")
+
+
+def test_the_sum_of_a_group_is_that_of_its_rounded_numbers():
+    """With the exact sum, a weight's offset would not cancel."""
+    rng = np.random.default_rng(2)
+    weights = rng.standard_normal((NUM_OUTPUTS, INPUTS)).astype(np.float32)
+    matrix = pack("Q4_1", round_rows(weights, 4))
+    weights = dense_rows(matrix, np.arange(NUM_OUTPUTS)).astype(np.float64)
+    rows = rng.standard_normal((ROWS, INPUTS)).astype(np.float32) + 3
+    ours = products(matrix, rows)[:, :NUM_OUTPUTS]
+    offsets = weights.reshape(NUM_OUTPUTS, -1, 32).min(-1)
+    sums = (rows.astype(np.float64) - read_rows("Q4_1", rows)).reshape(ROWS, -1, 32).sum(-1)
+    expected = rows.astype(np.float64) @ weights.T
+    wrong = ours + sums @ offsets.T
+    assert np.abs(ours - expected).mean() * 1.5 < np.abs(wrong - expected).mean()
+
+
+@pytest.mark.parametrize(("bits", "name"), [(8, "Q8_0"), (4, "Q4_1")])
+def test_rounded_rows_are_off_by_half_a_step(bits, name):
+    weights = np.random.default_rng(3).standard_normal((NUM_OUTPUTS, INPUTS)).astype(np.float32)
+    weights[5] = 0
+    matrix = pack(name, round_rows(weights, bits))
+    rounded_weights = dense_rows(matrix, np.arange(NUM_OUTPUTS))
+    groups = weights.reshape(NUM_OUTPUTS, -1, 32)
+    steps = np.abs(groups).max(-1) / 127 if bits == 8 else np.ptp(groups, -1) / 15
+    bound = (0.51 + 2.0 ** (bits - 12)) * steps.repeat(32, 1) + 2e-3 * (bits == 4)
+    errors = np.abs(rounded_weights - weights)
+    assert (errors <= bound).all() and errors.max() > bound.max() / 3
+    assert not rounded_weights[5].any()
