@@ -19,6 +19,7 @@ from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.profiler.timing import random_prompt
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.backends.modules.streamed_layers import attach_stream, view_slots
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
@@ -26,7 +27,6 @@ from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
-from sequoia_plan.runtime.offload.streamed_layers import attach_stream, view_slots
 from sequoia_plan.runtime.offload.weight_file import Place, WeightBlock, aligned_memory
 
 CATALOG_TREES = ("llama3-70b-8b-cnn-128x10", "llama3-70b-8b-cnn-768x18")

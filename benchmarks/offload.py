@@ -53,11 +53,11 @@ from sequoia_plan.profiler.decoding_methods import (
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
+from sequoia_plan.runtime.backends.modules.self_draft import INT8, copy_bytes
 from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.draft.self_draft import INT8, copy_bytes
 from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes
-from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
 
 CPU = torch.device("cpu")

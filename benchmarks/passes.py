@@ -24,11 +24,11 @@ from reports import new_parser, spread, write_report
 
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import load_pair
+from sequoia_plan.runtime.backends.modules.probe import probe
 from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.models.compiled_passes import one_thread_of_torch
-from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.base.threads import one_thread_of_torch
 from sequoia_plan.runtime.models.gguf import embedded_gguf
-from sequoia_plan.runtime.models.probe import probe
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 ROWS, PROMPTS = (1, 2, 4, 6, 8, 16), (512, 4096)
 REPEATS = 5

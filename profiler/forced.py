@@ -16,12 +16,12 @@ from torch import Tensor
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.profiler.children import DrawnChildren
-from sequoia_plan.runtime.draft.drafter import steps_of
 from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import TREE, num_counted_levels
 from sequoia_plan.profiler.traversal_paths import recording_traversal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.draft.drafter import steps_of
 from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
 
 POSITIONS_AT_ONCE = 64

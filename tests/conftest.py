@@ -41,9 +41,9 @@ def pair():
 @pytest.fixture(scope="session")
 def plain_target():
     """The same target as transformers loads it."""
-    from sequoia_plan.runtime.models.pretrained import load_model
+    from sequoia_plan.runtime.models.pretrained import load_module
 
-    return load_model(None, "cpu", torch.float32)[0]
+    return load_module(None, "cpu", torch.float32)[0]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,12 @@ from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
-from sequoia_plan.runtime.backends.modules.self_draft import copy_bytes, copy_can_share
+from sequoia_plan.runtime.backends.modules.self_draft import (
+    copy_bytes,
+    copy_can_share,
+    share_layers,
+)
 from sequoia_plan.runtime.backends.modules.self_draft import self_draft as copy_in_8_bits
-from sequoia_plan.runtime.backends.modules.self_draft import share_layers
 from sequoia_plan.runtime.models.architecture import (
     model_type,
     text_config,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+
 import torch
 from torch import Tensor
 

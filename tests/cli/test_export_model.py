@@ -13,8 +13,8 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.runtime.backends.modules.self_draft import self_draft
 from sequoia_plan.runtime.draft.draft_file import save_as_folder
-from sequoia_plan.runtime.draft.self_draft import self_draft
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, embedded_draft, with_draft
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair, sequoia
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.model_state import weights
+from sequoia_plan.runtime.models.module_state import weights
 
 pytestmark = pytest.mark.slow
 

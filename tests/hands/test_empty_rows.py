@@ -16,7 +16,7 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base import sampling as sampling_module
 from sequoia_plan.runtime.draft.drafter import DraftPass, draw_children
-from sequoia_plan.runtime.models.forward import ForwardOutput
+from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.step import TreeStep
 
 INF = float("inf")

@@ -17,7 +17,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import load_pair
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass
 from sequoia_plan.runtime.models.gguf_config import read_config
-from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.models.pretrained import load_module
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
@@ -149,7 +149,7 @@ def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, plac
         with pytest.raises(SequoiaPlanError, match=r"tensor lm_head.weight differs from model"):
             load_pair(str(tmp_path), "none", offload="disk", memory="1GB")
     else:
-        loaded = load_model(str(tmp_path), "cpu", torch.float32)[0]
+        loaded = load_module(str(tmp_path), "cpu", torch.float32)[0]
         assert loaded(IDS).logits.equal(model(IDS).logits)
 
 
@@ -157,7 +157,7 @@ def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
     tensors = load_file(whole / "model.safetensors") | {"v_head.weight": torch.ones(1, 64)}
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert load_model(str(tmp_path), "cpu", torch.float32)[0](IDS).logits.equal(model(IDS).logits)
+    assert load_module(str(tmp_path), "cpu", torch.float32)[0](IDS).logits.equal(model(IDS).logits)
 
 
 @pytest.mark.parametrize("part", range(0, 21, 3))
@@ -169,7 +169,7 @@ def test_a_tensor_that_a_gguf_file_lacks(model, tmp_path, part):
         name = "output_norm.weight"
     write_gguf(path, model, without=[name])
     with pytest.raises(SequoiaPlanError, match=r"m\.gguf: has no tensor model"):
-        load_model(str(path), "cpu", torch.float32)
+        load_module(str(path), "cpu", torch.float32)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -182,7 +182,7 @@ def test_no_weight_of_a_gguf_file_is_rounded(tmp_path, architecture, kind):
     path = write_gguf(tmp_path / "m.gguf", model, kind)
     quantised = gguf.GGMLQuantizationType[kind]
     for dtype in (torch.bfloat16, torch.float32):
-        loaded = load_model(path, "cpu", dtype)[0].state_dict()
+        loaded = load_module(path, "cpu", dtype)[0].state_dict()
         for name, weight in model.state_dict().items():
             if weight.ndim == 2:
                 raw = gguf.quants.quantize(weight.numpy(), quantised)
@@ -301,4 +301,4 @@ def test_a_format_that_no_pass_is_compiled_for(tmp_path):
 def test_an_adapter_in_place_of_a_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(SequoiaPlanError, match="it is an adapter: merge it into its model first"):
-        load_model(str(tmp_path), "cpu", torch.float32)
+        load_module(str(tmp_path), "cpu", torch.float32)

@@ -293,7 +293,7 @@ def max_tree_error(step, committed, tokens):
     for leaf in (TREE.child_count == 0).nonzero()[0]:
         path = torch.from_numpy(TREE.attention_mask[leaf].nonzero()[0])
         sequence = torch.cat([committed, tokens[path]])[None]
-        expected = step.target.model(sequence, use_cache=False).logits[0, len(committed) :]
+        expected = step.target.module(sequence, use_cache=False).logits[0, len(committed) :]
         errors = (logits[path] - expected).norm(dim=-1) / expected.norm(dim=-1)
         max_error = max(max_error, float(errors.max()))
     return max_error

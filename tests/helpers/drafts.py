@@ -12,10 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from sequoia_plan.runtime.backends import loaded, place
+from sequoia_plan.runtime.backends.modules import self_draft
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft import self_draft
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
@@ -57,7 +58,7 @@ def write(folder, config, weights):
 
 def load(folder, target):
     """A draft as `load_pair` reads it."""
-    return load_checkpoint(find_checkpoint(str(folder)), target, torch.float32)
+    return load_checkpoint(find_checkpoint(str(folder)), loaded(target), torch.float32)
 
 
 def small_target(seed=0, vocabulary=VOCABULARY, hidden=HIDDEN, layers=LAYERS, **settings):
@@ -115,7 +116,7 @@ def shared_parts(target, settings, states, head_rows=0):
     config_class = {"llama": LlamaConfig, "qwen3": Qwen3Config}[settings["model_type"]]
     return {
         "config": config_class(**settings),
-        "target": target,
+        "target": loaded(target),
         "aux_hidden_state_layers": tuple(range(states)),
         "d2t": None,
         "has_embeddings": False,
@@ -192,8 +193,8 @@ def copy_with_its_cache(target, spread):
     """A target's copy in 8 bits that shares its KV cache; `spread` sets the copy apart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(self_draft, "draft_dtype", lambda target: target.dtype)
-        draft = self_draft.self_draft(target)
-    for parameter in draft.model.layers.parameters():
+        draft = self_draft.self_draft(place(target, "resident"))
+    for parameter in draft.module.model.layers.parameters():
         if parameter.is_floating_point():
             parameter.data.mul_(spread)
     return draft
@@ -213,7 +214,7 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
     if kind == "int8":
         return target, copy_with_its_cache(target, spread=1.3)
     if kind == "int8, own cache":
-        return target, self_draft.self_draft(target)
+        return target, self_draft.self_draft(place(target, "resident"))
     if vocabulary == 3:
         own = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
         settings |= own.get(kind, {})
@@ -221,7 +222,7 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
         if "MTP" in kind:
             checkpoint(Path(folder), kind.replace("MTP", "GLM-4-MoE"), vocab_size=vocabulary)
             target = load_whole(Path(folder), torch.float32)
-            return target, load_mtp(target)
+            return target, load_mtp(loaded(target))
         return target, load(write(Path(folder) / kind, *PARTS[kind](target, **settings)), target)
 
 
@@ -230,7 +231,7 @@ def started(drafter_class, draft, text, features, committed):
 
     The target's hidden states are `features`.
     """
-    drafter = drafter_class(draft, draft.get_output_embeddings().out_features, draft.d2t)
+    drafter = drafter_class(draft, draft.vocabulary, draft.d2t)
     sequence = SequenceState(torch.device("cpu"))
     sequence.reserve(64, drafter.new_cache, drafter.new_cache)
     sequence.tokens[: text.numel()] = text

@@ -8,9 +8,10 @@ import torch
 from architectures import TREE, tiny
 
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.backends import loaded
+from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
+from sequoia_plan.runtime.models.pretrained import find_model, load_module
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
-from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 PROMPT = torch.arange(3, 20)
 LAYERS = 8
@@ -28,8 +29,8 @@ def save_models(folder, tokenizer, name="Llama", **changes):
 @cache
 def memory_for(target_folder, draft_folder, resident):
     """Bytes with which so many layers of a target stay in memory, beside its draft."""
-    offloaded = OffloadedTarget(target_folder, "cpu", torch.float32)
-    target, draft = offloaded.model, load_model(draft_folder, "cpu", torch.float32)[0]
+    offloaded = OffloadedTarget(find_model(target_folder), "cpu", torch.float32)
+    target, draft = loaded(offloaded.model), loaded(load_module(draft_folder, "cpu", torch.float32)[0])
     caches = cache_bytes(target) + cache_bytes(draft)
     size = max(offloaded.layer_sizes())
     return offloaded.outside_bytes + own_bytes(draft, target) + caches + (SLOTS + resident) * size

@@ -16,6 +16,7 @@ import torch
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.backends import loaded
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 SMALL_TREES = {
@@ -124,8 +125,8 @@ def toy_pair(noise=0.7, covered=None, constant=False, context=512):
             model.by_token = model.by_token[:1].expand(8, 8).clone()
             model.by_position, model.by_past = 0 * model.by_position, 0 * model.by_past
     return Pair(
-        target,
-        draft,
+        loaded(target),
+        loaded(draft),
         SimpleNamespace(eos_token_id=None),
         {"target": {"name": "toy"}, "draft": {"name": "toy"}},
     )

@@ -25,11 +25,11 @@ from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.backends.modules.probe import probe
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.models import probe as probe_module
 from sequoia_plan.runtime.models.architecture import context_length
 from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.probe import probe
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
 WINDOWED = [name for name, (_, sizes) in READS_TREES.items() if WINDOW in sizes.values()]

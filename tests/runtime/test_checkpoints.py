@@ -9,7 +9,7 @@ import torch
 from drafts import PARTS, dflash_parts, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.models.pretrained import load_module
 
 pytestmark = pytest.mark.slow
 TARGET = small_target()
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_one_line(name, tmp_path):
 def folders(tmp_path_factory):
     """A small target with the embedded tokenizer, and a random draft of each algorithm for it."""
     root = tmp_path_factory.mktemp("folders")
-    tokenizer = load_model(None, "cpu", torch.float32)[1]
+    tokenizer = load_module(None, "cpu", torch.float32)[1]
     target = small_target(vocabulary=len(tokenizer), hidden=32)
     target.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")

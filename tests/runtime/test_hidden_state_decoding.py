@@ -15,8 +15,8 @@ from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.huggingface import sequoia
-from sequoia_plan.runtime.models.aux_hidden_states import AFTER_FINAL_NORM
-from sequoia_plan.runtime.models.forward import TreeModel
+from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 DRAFTS = [*PARTS, "MTP", "MTP, three heads", "int8"]
 TREES = [

@@ -30,11 +30,11 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import measure
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.models.pretrained import load_module
 from sequoia_plan.runtime.offload import disk_stream, offloaded_target
 from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
-from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -98,7 +98,7 @@ def test_architectures(name, tmp_path, pair):
     changes = {"n_layer": 6} if name == "GPT-2" else {"num_hidden_layers": 6}
     tiny(name, **changes).save_pretrained(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
-    in_memory = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
+    in_memory = load_module(str(tmp_path / "m"), "cpu", torch.float32)[0]
     offloaded = OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
     assert place(offloaded, resident=1) == (6 if name in FUSED else 0)
     assert len(stream_of(offloaded.model).blocks) >= 5
@@ -199,7 +199,7 @@ def test_quantised_weights_are_streamed_as_they_are(tmp_path, pair):
     """
     save_with_bitnet_weights(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
-    in_memory = load_model(str(tmp_path / "m"), "cpu", torch.float32)[0]
+    in_memory = load_module(str(tmp_path / "m"), "cpu", torch.float32)[0]
     offloaded = OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
     quantised = offloaded.layer(0)["mlp.up_proj.weight"]
     assert quantised.dtype == torch.uint8 and quantised.numel() == 48 * 32 // 4

@@ -9,7 +9,7 @@ from architectures import plain_text
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.draft.self_draft import self_draft
+from sequoia_plan.runtime.backends.modules.self_draft import self_draft
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, with_draft
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ from sequoia_plan.artifacts import Acceptance, Profile, SequoiaPlanError, TokenT
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.backends.modules.recurrent import RecurrentCache
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models.recurrent import RecurrentCache
 from sequoia_plan.runtime.verify import AcceptedPath
 
 NEW, PROMPT, CHAIN = 500, 20, TokenTree.chain(5)

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from sequoia_plan.artifacts import SELF_DRAFT, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.draft import self_draft as module
+from sequoia_plan.runtime.backends.modules import self_draft as module
+from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
+from sequoia_plan.runtime.backends.modules.self_draft import copy_bytes, self_draft, shares_cache
 from sequoia_plan.runtime.draft.language_model import SelfDrafter
-from sequoia_plan.runtime.draft.self_draft import copy_bytes, self_draft, shares_cache
 from sequoia_plan.runtime.models import int8
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.models.int8 import Int8Linear, rows_in_8_bits
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
-from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 
 pytestmark = pytest.mark.slow
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])

@@ -19,12 +19,12 @@ from streamed import LAYERS, PROMPT, decoder, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
-from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.models.pretrained import load_module
 from sequoia_plan.runtime.offload import disk_stream, offloaded_target
-from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 def test_the_file_has_every_weight_in_pass_order(folder):
     offloaded = OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
-    model = load_model(str(folder / "target"), "cpu", torch.float32)[0]
+    model = load_module(str(folder / "target"), "cpu", torch.float32)[0]
     parameters = dict(model.named_parameters())  # the head is tied to the embeddings
     blocks = WeightFile(weights(folder)).blocks
     assert len(blocks) == 1 + LAYERS
@@ -155,7 +155,7 @@ def test_another_model_in_the_same_folder(folder, tmp_path, pair):
 
 CODE = """
 import sys, torch
-from sequoia_plan.runtime.offload.offloaded_target import OffloadedTarget
+from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
 target = OffloadedTarget(sys.argv[1], "cpu", torch.float32)
 print(float(target.layer(1)["mlp.up_proj.weight"].double().sum()), flush=True)
 """

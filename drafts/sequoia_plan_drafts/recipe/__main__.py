@@ -19,7 +19,7 @@ import torch
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
-from sequoia_plan.runtime.models.pretrained import load_model
+from sequoia_plan.runtime.models.pretrained import load_module
 from sequoia_plan_drafts.recipe.eagle3 import ChainRecipe, Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import train_language_model
 from sequoia_plan_drafts.recipe.mtp import train_mtp
@@ -76,11 +76,11 @@ def main() -> None:
     recipe, run = RECIPES[options.command]
     settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
-        target, tokenizer, _ = load_model(options.target, "cpu", dtype)
+        target, tokenizer, _ = load_module(options.target, "cpu", dtype)
         run(target, tokenizer, settings, options.output)
         return
     # what is trained starts as the target's layers, in float32
-    target, _, name = load_model(options.target, "cpu", torch.float32)
+    target, _, name = load_module(options.target, "cpu", torch.float32)
     run(target, text, settings, options.output, name)
 
 

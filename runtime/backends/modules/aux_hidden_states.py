@@ -14,6 +14,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM
 
+
 def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequence[int]) -> None:
     """Let every pass of `model` record hidden states in the cache that it is given.
 
