@@ -135,7 +135,8 @@ def compare(
                 figures[name], plan, kinds_decoded, runs[name], runs.get("plain")
             )
     num_prompts = len(next(iter(runs.values())))
-    dtype = dtype_name(pair.target.dtype)
+    target = pair.metadata["target"]
+    dtype = str(target.get("weights") or target.get("dtype") or dtype_name(pair.target.dtype))
     return BenchResult(
         settings=BenchSettings(settings, dtype, num_prompts, tokens),
         models=models,

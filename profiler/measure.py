@@ -1,5 +1,7 @@
 """The profiler: a pair of models in, a profile out."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,8 +46,12 @@ def measure_acceptance(
     journal: Path | None = None,
     on_prompt: OnPrompt = lambda num_prompts, max_prompts, observed: None,
     min_prompts: int = 0,
+    seconds: float = math.inf,
 ) -> ObservedAcceptance:
-    """Measure on one prompt after the other, until acceptance is known to within `precision`."""
+    """Measure on one prompt after the other, until acceptance is known to within `precision`.
+
+    After so many `seconds`, `MIN_PROMPTS` are enough.
+    """
     work = [
         pair.metadata,
         [list(map(int, prompt)) for prompt in prompts],
@@ -56,13 +62,14 @@ def measure_acceptance(
     ]
     results = Journal(journal, work)
     measure_prompt = ForcedAcceptance(pair, ranks, uses_traversal(sampling), tree)
-    tallies = []
+    tallies, deadline = [], time.perf_counter() + seconds
     for number, prompt in enumerate(prompts):
         measure = partial(measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, number)
         tallies.append(results.result(str(number), measure))
         observed = collect(tallies, measure_prompt.tree)
         on_prompt(len(tallies), len(prompts), observed)
-        if observed.precision() <= precision and len(tallies) >= min_prompts:
+        is_late = time.perf_counter() > deadline and len(tallies) >= MIN_PROMPTS
+        if is_late or (observed.precision() <= precision and len(tallies) >= min_prompts):
             break
     if not observed.trials.any():
         raise SequoiaPlanError(
@@ -79,6 +86,7 @@ def measure(
     contexts: Sequence[int] = (CONTEXT,),
     *,
     precision: float = 0.07,
+    acceptance_seconds: float = math.inf,
     tokens_per_prompt: int = 32,
     max_size: int = SIZES[-1],
     tree: TokenTree | None = None,
@@ -99,6 +107,8 @@ def measure(
             on the prompts as they are.
         precision: acceptance is measured until half of the 95 % interval of the expected tokens a
             step is at most this share of them, and on `MIN_PROMPTS` of each kind, if there are.
+        acceptance_seconds: about how long acceptance is measured, latency's rounds between prompts
+            included.
         tokens_per_prompt: new tokens that the target writes after each prompt, at most.
         max_size: the most nodes for which passes are timed.
         tree: writes the text that acceptance is counted on; None for a small tree of ten nodes.
@@ -142,6 +152,7 @@ def measure(
         tree=tree,
         journal=journal,
         on_prompt=time_between_prompts,
+        seconds=acceptance_seconds,
         min_prompts=1 + max(i for i, k in enumerate(kinds) if kinds[:i].count(k) < MIN_PROMPTS),
     )
     drafter = meters[0].step.drafter

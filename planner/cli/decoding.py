@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -21,11 +22,18 @@ from sequoia_plan.planner.cli.options import (
 from sequoia_plan.planner.cli.pair import load_pair, warn, warn_if_foreign
 from sequoia_plan.planner.cli.terminal import print_json, printable, progress
 
+DEFAULT_TREE, CATALOG_TREE = "tree.safetensors", "smollm2-135m-epyc-2-cores-t0"
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 
 
 @click.command()
-@tree_option
+@file_option(
+    "--tree",
+    "tree_file",
+    text="A tree file, or a catalog name. [default: tree.safetensors; where there is none, the "
+    "catalog's tree for the embedded pair, and plain decoding for others]",
+    metavar="TREE",
+)
 @model_options
 @click.option(
     "--prompt",
@@ -44,7 +52,7 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 @count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
 @json_option
 def generate(
-    tree_file: str,
+    tree_file: str | None,
     models: dict[str, Any],
     prompt: str | None,
     interactive: bool,
@@ -57,11 +65,9 @@ def generate(
     as_json: bool,
 ) -> None:
     """Generate text with a compiled tree."""
-    from sequoia_plan.artifacts import load_tree
-
     if interactive and (as_json or prompt == "-"):
         raise click.UsageError("--interactive: found with --json or --prompt -, expected neither")
-    tree = load_tree(tree_file)
+    tree, remark = _tree_for(tree_file, models)
     settings = read_sampling(sampling, tree.plan.settings)
     sources = {
         "json_schema": json_schema and _read_text(json_schema, "a JSON schema"),
@@ -71,7 +77,10 @@ def generate(
     if prompt == "-":
         prompt = _read_stdin()
     pair = load_pair(**models)
-    warn_if_foreign(tree.plan, pair)
+    if remark:
+        click.echo(remark, err=True)
+    else:
+        warn_if_foreign(tree.plan, pair)
     solved_verifier = tree.plan.settings.get("verifier", settings.verifier)
     if solved_verifier != settings.verifier and not settings.greedy:
         warn(
@@ -121,6 +130,21 @@ def generate(
         print_json({name: getattr(generation, name) for name in names} | {"tokens": new_tokens})
         return
     _print_figures(generation, tree.plan.expected_tokens)
+
+
+def _tree_for(tree_file: str | None, models: dict[str, Any]) -> tuple[Any, str]:
+    """The tree that is asked for, and what a user should know about it if none was."""
+    from sequoia_plan.artifacts import TokenTree, load_tree
+
+    if tree_file or Path(DEFAULT_TREE).exists():
+        return load_tree(tree_file or DEFAULT_TREE), ""
+    advice = "`sequoia-plan profile` and `solve` make one for this machine"
+    if models["target"] is None and models["draft"] is None:
+        tree = load_tree(CATALOG_TREE)
+        return tree, f"no {DEFAULT_TREE} here: decoding with {CATALOG_TREE}; {advice}"
+    if models["draft"] is None:  # plain decoding drafts nothing
+        models["draft"] = "none"
+    return TokenTree.chain(1), f"no {DEFAULT_TREE} here: plain decoding; {advice}"
 
 
 def _print_figures(generation: Any, predicted_tokens: float | None) -> None:

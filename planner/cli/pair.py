@@ -44,7 +44,14 @@ def load_pair(
         if device == "cpu" and placement == "auto":  # before loading makes cores busy
             busy = _busy_text(torch.get_num_threads())
         size = int(bits) if bits else None
-        pair = load_pair(target, draft, device, dtype, placement, offload, memory, size)
+        
+        def on_bytes(done: int, total: int) -> None:
+            """Show how many bytes of a model are packed."""
+            show(f"packing weights, once: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+        pair = load_pair(
+            target, draft, device, dtype, placement, offload, memory, size, on_bytes=on_bytes
+        )
     for remark in filter(None, [busy, *pair.remarks]):
         warn(remark)
     return pair

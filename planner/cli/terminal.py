@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,10 @@ import click
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """A control character that is neither a line end nor a tab."""
+
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Of progress, where stderr is no terminal."""
 
 
 def prepare_streams() -> None:
@@ -39,24 +44,53 @@ def printable(text: str) -> str:
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner on stderr if that is a terminal; yield a function that sets its text."""
+    """Show a spinner on stderr; yield a function that sets its text.
+
+    Where stderr is no terminal, the text becomes a line now and then.
+    """
     from rich.console import Console
 
-    with Console(stderr=True).status(text) as spinner:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    with console.status(text) as spinner:
         yield spinner.update
+
+
+def _lines() -> Callable[[str], None]:
+    """A function that prints texts on stderr, one in `SECONDS_BETWEEN_LINES`."""
+    last = time.monotonic()
+
+    def show(text: str) -> None:
+        """Print the text if it is time."""
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            click.echo(text, err=True)
+
+    return show
 
 
 @contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr if that is a terminal; yield a function that sets how many
-    items are completed, and further fields of the bar."""
+    """Show a progress bar on stderr; yield a function that sets how many items are completed, and
+    further fields of the bar. Where stderr is no terminal, a line now and then says the same."""
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
+    console, show = Console(stderr=True), _lines()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=total)
-        yield lambda completed=None, **fields: bar.update(task, completed=completed, **fields)
+
+        def update(completed: int | None = None, **fields: Any) -> None:
+            """Set the number of completed items, and further fields."""
+            bar.update(task, completed=completed, **fields)
+            if not console.is_terminal:
+                state = bar.tasks[0]
+                show(f"{state.description} ({state.completed:.0f} of {state.total:.0f})")
+
+        yield update
 
 
 def print_json(value: Any) -> None:
