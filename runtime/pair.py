@@ -263,9 +263,7 @@ def _resolve_placement(placement: str, draft: str | None, device: str) -> str:
 
 
 @torch.inference_mode()
-def _cost_of_rounding(
-    pair: Pair, target: str | None, device: str, dtype: str, bits: int
-) -> str:
+def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, bits: int) -> str:
     """A sentence on what rounding the target costs on the first built-in prompts."""
     exact = find_model(target).module(resolve_dtype(dtype, device))
     divergences, agreements = [], []

@@ -44,7 +44,7 @@ def load_pair(
         if device == "cpu" and placement == "auto":  # before loading makes cores busy
             busy = _busy_text(torch.get_num_threads())
         size = int(bits) if bits else None
-        
+
         def on_bytes(done: int, total: int) -> None:
             """Show how many bytes of a model are packed."""
             show(f"packing weights, once: {done / 1e6:.0f} of {total / 1e6:.0f} MB")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,6 +38,7 @@ from sequoia_plan.runtime.offload.memory import (
     own_bytes,
     split_memory,
 )
+from sequoia_plan.runtime.offload.weight_file import OnBytes
 
 RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
 """How passes run: by the modules that transformers loads; by fused layers, where those compute the
@@ -48,8 +48,6 @@ CAN_COMPILE = find_spec("numba") is not None
 """A slim runtime decodes without numba."""
 KEPT = "_sequoia_plan"
 """The attribute of a module that keeps its `LoadedModel`: decoders of one module share it."""
-OnBytes = Callable[[int, int], None]
-"""Called while weights are packed, with the bytes so far and all."""
 
 
 class _Keeper:

@@ -55,9 +55,7 @@ class DFlashDrafter(HiddenStateDrafter):
         """See `HiddenStateDrafter`."""
         return int(self.model.block.levels)
 
-    def representative_pass(
-        self, tensors: TreeTensors
-    ) -> tuple[DraftPass, ForwardOutput | None]:
+    def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
         """See `Drafter`: the same for every tree, without drawing, which is timed with verification.
 
         Logits of all levels are computed as after the root's token, but no node gets children.

@@ -92,9 +92,7 @@ class Drafter(Protocol):
     ) -> ForwardOutput:
         """Run one pass, after the one that gave `previous`. `columns` int64 [extent]."""
 
-    def representative_pass(
-        self, tensors: TreeTensors
-    ) -> tuple[DraftPass, ForwardOutput | None]:
+    def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
         """A pass whose time stands for passes of its width, and what comes before it.
 
         It reads as many tokens as the tree has nodes, and draws one child of each into the slots

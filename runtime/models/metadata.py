@@ -15,9 +15,7 @@ FIRST_NUMBERS, SPREAD_NUMBERS = 64, 128
 of it. They tell weights apart without reading gigabytes."""
 
 
-def module_metadata(
-    model: Any, samples: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
+def module_metadata(model: Any, samples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
     """Digest, content, dtype and parameters of a module.
 
     `digest` hashes the configuration and each parameter's first numbers, `content` numbers from all

@@ -63,7 +63,9 @@ class StoredMatrix:
 
 
 class WeightSource(Protocol):
-    """The weights of a Llama-like model by transformers' names."""
+    """The weights of a Llama-like model by transformers' names, and the files that they are in."""
+
+    files: list[Path]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor."""
@@ -73,12 +75,6 @@ class WeightSource(Protocol):
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A tensor of one dimension."""
-
-    def identity(self) -> Source:
-        """What it is, without reading all of it."""
-
-    def content(self) -> str:
-        """A hash of all of it."""
 
 
 class CheckpointSource:
@@ -106,21 +102,11 @@ class CheckpointSource:
         """See `WeightSource`."""
         return self.file_of[name].get_tensor(name).float().numpy()
 
-    def identity(self) -> Source:
-        """See `WeightSource`."""
-        return fingerprint(self.files)
-
-    def content(self) -> str:
-        """See `WeightSource`."""
-        digests = []
-        for file in self.files:
-            with file.open("rb") as stream:
-                digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
-
 
 class ModuleSource:
     """The weights of a module in memory (see `WeightSource`)."""
+
+    files: list[Path] = []
 
     def __init__(self, module: Any) -> None:
         self.tensors: dict[str, Tensor] = dict(module.named_parameters())  # tied ones once
@@ -165,6 +151,15 @@ def dense_rows(format: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     from gguf import GGMLQuantizationType, dequantize  # of the extra gguf
 
     return dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[format])
+
+
+def content_of(files: Sequence[Path]) -> str:
+    """The SHA-256 of a file; of several, that of all of theirs."""
+    digests = []
+    for path in files:
+        with path.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digests[0] if len(digests) == 1 else hashlib.sha256(str(digests).encode()).hexdigest()
 
 
 def fingerprint(files: Sequence[Path]) -> Source:

@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.models.stored import Source
+from sequoia_plan.runtime.models.stored import Source, content_of, fingerprint
 
 ALIGNMENT = 4096
 """Offsets, sizes and addresses of reads are multiples of so many bytes."""
@@ -225,6 +225,8 @@ WeightLayout = Sequence[Mapping[str, Place]]
 """The tensors of each block by name; where they start is still to be found."""
 Fill = Callable[[str, NDArray[np.uint8]], None]
 """Writes the tensor of a name into its memory, which is zeros before."""
+OnBytes = Callable[[int, int], None]
+"""Called while weights are written, with the bytes so far and all."""
 
 
 def place_blocks(layout: WeightLayout) -> tuple[WeightBlock, ...]:
@@ -245,7 +247,7 @@ def write_weights(
     layout: WeightLayout,
     fill: Fill,
     source: Callable[[], Source],
-    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    on_bytes: OnBytes = lambda done, total: None,
 ) -> None:
     """Write a file of weights beside `path`, then rename it to `path`.
 
@@ -283,6 +285,65 @@ def write_weights(
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def cached_weights(
+    name: str,
+    files: Sequence[Path],
+    plan: Callable[[], tuple[WeightLayout, Fill]],
+    on_bytes: OnBytes = lambda done, total: None,
+) -> WeightFile:
+    """The file of weights that were made from `files`, in the cache; it is written on first use.
+
+    In its name, a hash of samples of the files takes the place of {}. If the system says that they
+    were touched since, their whole content is compared. `plan` gives the layout, and what fills it.
+
+    Raises:
+        SequoiaPlanError: if it cannot be written.
+    """
+    source, content = fingerprint(files), ""
+    path = cache_folder() / name.format(source.fingerprint)
+    for is_locked in (False, True):
+        with _errors_of(path), ExitStack() as stack:
+            if is_locked:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(exclusive_lock(path))
+            with suppress(SequoiaPlanError):  # none, or not whole
+                file = WeightFile(path, source.fingerprint)
+                if file.index.source.times == source.times:
+                    return file
+                content = content or content_of(files)
+                if file.index.source.content == content:
+                    return file
+                file.close()
+            if is_locked:
+                layout, fill = plan()
+                hashed = stack.enter_context(ThreadPoolExecutor(1)).submit(content_of, files)
+                write_weights(
+                    path, layout, fill, lambda: structs.replace(source, content=hashed.result()),
+                    on_bytes,
+                )  # fmt: skip
+    return WeightFile(path, source.fingerprint)
+
+
+def cache_folder() -> Path:
+    """The folder of weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
+    if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
+        return Path(chosen_folder)
+    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(user_cache) / "sequoia-plan"
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """A context whose system errors say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
+            "weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
+        ) from error
 
 
 @contextmanager

@@ -54,7 +54,9 @@ class ModuleBackend(Backend):
 
     has_own_threads = False
 
-    def __init__(self, module: Any, recorded: Mapping[str, Any] = {"placement": "resident"}) -> None:
+    def __init__(
+        self, module: Any, recorded: Mapping[str, Any] = {"placement": "resident"}
+    ) -> None:
         plain = unwrapped(module)
         self.module, self.recorded, self.version = module, dict(recorded), 0
         self.device, self.dtype = device_and_dtype(module)
@@ -206,5 +208,3 @@ class ModuleBackend(Backend):
     def from_first(self, values: Tensor) -> Tensor:
         """See `Backend`."""
         return from_first(self.module, values)
-
-

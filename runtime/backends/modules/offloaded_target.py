@@ -4,6 +4,7 @@ Some layers stay in memory. The others are streamed in every pass.
 """
 
 import contextlib
+import zlib
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +28,6 @@ from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.fuse import fuse, try_kinds
 from sequoia_plan.runtime.models.fused_layer import in_joined_order
-from sequoia_plan.runtime.models.gguf import cache_folder
 from sequoia_plan.runtime.models.loading import (
     load_whole,
     new_model,
@@ -36,16 +36,16 @@ from sequoia_plan.runtime.models.loading import (
 )
 from sequoia_plan.runtime.models.metadata import module_metadata, sampled_positions
 from sequoia_plan.runtime.models.pretrained import ModelFiles
-from sequoia_plan.runtime.models.stored import fingerprint
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import MemorySplit
 from sequoia_plan.runtime.offload.weight_file import (
+    Fill,
     Place,
     WeightBlock,
     WeightFile,
-    exclusive_lock,
-    write_weights,
+    cache_folder,
+    cached_weights,
 )
 
 
@@ -153,32 +153,29 @@ class OffloadedTarget:
         """Open the weights in pass order; they are written first if the model's files are new."""
         layout, files = self._layout(), self.files
         sources = [files.path] if files.gguf else sorted(files.path.glob("*.safetensors"))
-        source = fingerprint(sources)
-        name = f"{files.path.stem}-{source.fingerprint}-{dtype_name(dtype)}.weights"
-        path = cache_folder() / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with exclusive_lock(path), TemporaryDirectory(dir=path.parent) as scratch:
-                with contextlib.suppress(SequoiaPlanError):  # none, or not of these weights
-                    file = WeightFile(path, source.fingerprint)
-                    if file.index.source == source and _places(file.blocks) == _places(layout):
-                        return file
-                load = self._tensor_reader(dtype, scratch)
+        # another version of transformers may have other tensors
+        kind = f"{dtype_name(dtype)}-{zlib.crc32(repr(layout).encode()):08x}"
+        with contextlib.ExitStack() as stack:
 
-                def fill(name: str, memory: NDArray[np.uint8]) -> None:
-                    """Write a tensor."""
-                    tensor = load(name).to(device="cpu", dtype=expected[name].dtype)
-                    data = tensor.reshape(expected[name].shape).contiguous().view(-1)
-                    memory[:] = data.view(torch.uint8).numpy()
+            def plan() -> tuple[list[dict[str, Place]], Fill]:
+                """Layout, and what fills it."""
+                scratch = stack.enter_context(TemporaryDirectory(dir=cache_folder()))
+                return layout, self._filler(dtype, scratch)
 
-                expected = _saved_tensors(self.model)
-                write_weights(path, layout, fill, lambda: source)
-                return WeightFile(path, source.fingerprint)
-        except OSError as error:
-            raise SequoiaPlanError(
-                f"{path}: cannot be written ({error.strerror or error}); it takes as much room as "
-                "the weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
-            ) from error
+            name = f"{files.path.stem}-{{}}-{kind}.weights"
+            return cached_weights(name, sources, plan)
+
+    def _filler(self, dtype: torch.dtype, scratch: str) -> Fill:
+        """What writes a tensor into its memory in the file."""
+        load, expected = self._tensor_reader(dtype, scratch), _saved_tensors(self.model)
+
+        def fill(name: str, memory: NDArray[np.uint8]) -> None:
+            """Write a tensor."""
+            tensor = load(name).to(device="cpu", dtype=expected[name].dtype)
+            data = tensor.reshape(expected[name].shape).contiguous().view(-1)
+            memory[:] = data.view(torch.uint8).numpy()
+
+        return fill
 
     def _layout(self) -> list[dict[str, Place]]:
         """The tensors of each block: those that stay in memory, then the others of each layer.
@@ -252,9 +249,3 @@ def _saved_tensors(model: Any) -> dict[str, Tensor]:
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
     return parameters | buffers
-
-
-def _places(blocks: Any) -> Any:
-    """Names, dtypes and shapes of each block's tensors, in order."""
-    each = (getattr(block, "tensors", block) for block in blocks)
-    return [[(n, p.dtype, p.shape) for n, p in tensors.items()] for tensors in each]

@@ -23,6 +23,7 @@ PREFIX = 4
 EXTENT = 16
 """Slots of the cache that the tree is read with."""
 
+
 @torch.inference_mode()
 def probe(model: LoadedModel, module: Any) -> CacheLayout:
     """Check that `module` can read a token tree; returns the layout of its cache.

@@ -20,6 +20,7 @@ from sequoia_plan.runtime.models.loaded_model import LoadedModel
 INT8 = "int8"
 """The value of --draft that asks for such a draft."""
 
+
 def draft_dtype(target: Any) -> torch.dtype:
     """What a copy computes in: on the CPU bfloat16, which PyTorch's 8-bit kernel is fast in."""
     return torch.bfloat16 if target.device.type == "cpu" else target.dtype
@@ -72,7 +73,9 @@ def self_draft(
     recorded = {"placement": "resident"}
     if num_fused := num_fused_layers(module):
         recorded["fused_layers"] = num_fused
-    draft = LoadedModel(ModuleBackend(module, recorded), text_config(module), name=f"{model.name} {INT8}")
+    draft = LoadedModel(
+        ModuleBackend(module, recorded), text_config(module), name=f"{model.name} {INT8}"
+    )
     if module.dtype == target.dtype:
         draft.copy_of = model
     return draft

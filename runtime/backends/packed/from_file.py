@@ -1,9 +1,7 @@
 """A model whose weights are packed in a file of the cache: mapped into memory, or streamed from it."""
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import finalize
@@ -19,13 +17,10 @@ from sequoia_plan.runtime.backends.packed.weights import (
     layout_of,
 )
 from sequoia_plan.runtime.models.dtype import dtype_name
-from sequoia_plan.runtime.models.gguf import cache_folder
-from sequoia_plan.runtime.models.stored import Source, WeightSource
+from sequoia_plan.runtime.models.stored import WeightSource
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.memory import MemorySplit
-from sequoia_plan.runtime.offload.weight_file import WeightFile, exclusive_lock, write_weights
-
-OnBytes = Callable[[int, int], None]
+from sequoia_plan.runtime.offload.weight_file import OnBytes, WeightFile, cached_weights
 
 
 class PackedFile(PackedBackend):
@@ -67,7 +62,9 @@ class StreamedFile(PackedBackend):
 
     def place(self, split: MemorySplit, link: str, fused: bool) -> None:
         """Load the resident layers, and stream the others."""
-        resident = {number: self.file.memory_of(self.layers[number]) for number in split.resident_layers}
+        resident = {
+            number: self.file.memory_of(self.layers[number]) for number in split.resident_layers
+        }
         self.streamed_layers = [n for n in range(len(self.layers)) if n not in resident]
         memories = [self.outside]
         if self.streamed_layers:
@@ -96,59 +93,18 @@ def packed_file(
 ) -> WeightFile:
     """The packed file of these weights in the cache; it is written on first use.
 
-    Its name has a hash of samples of the source. If the system says that the source was touched
-    since, its whole content is compared.
-
     Raises:
         ValueError: for a format that the pass does not read.
         SequoiaPlanError: if it cannot be written.
     """
     kind = f"{storage.bits}-bits" if storage.bits else "own-bits"
     kind = dtype_name(storage.dtype) if storage.dtype else kind
-    identity, content = source.identity(), ""
-    path = cache_folder() / f"{name}-{identity.fingerprint}-{kind}.packed"
-    for is_locked in (False, True):
-        with contextlib.ExitStack() as stack:
-            if is_locked:
-                _enter(stack, path)
-            with contextlib.suppress(SequoiaPlanError):  # none, or not whole
-                file = WeightFile(path, identity.fingerprint)
-                if file.index.source.times == identity.times:
-                    return file
-                content = content or source.content()
-                if file.index.source.content == content:
-                    return file
-                file.close()
-            if is_locked:
-                layout, fill = layout_of(source, storage), fill_from(source, storage)
-                hashed = stack.enter_context(ThreadPoolExecutor(1)).submit(source.content)
-
-                def made_from() -> Source:
-                    """The source, with a hash of all of it."""
-                    return Source(identity.fingerprint, identity.times, hashed.result())
-
-                with _errors_of(path):
-                    write_weights(path, layout, fill, made_from, on_bytes)
-    return WeightFile(path, identity.fingerprint)
-
-
-def _enter(stack: contextlib.ExitStack, path: Path) -> None:
-    """Let no other process make the file meanwhile."""
-    with _errors_of(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(exclusive_lock(path))
-
-
-@contextlib.contextmanager
-def _errors_of(path: Path) -> Any:
-    """A context whose system errors say what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
-            "weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
-        ) from error
+    return cached_weights(
+        f"{name}-{{}}-{kind}.packed",
+        source.files,
+        lambda: (layout_of(source, storage), fill_from(source, storage)),
+        on_bytes,
+    )
 
 
 def recorded_of(file: WeightFile, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Any:

@@ -93,7 +93,11 @@ class PackedModule(PackedBackend):
         expected, logits = (x - x.mean(-1, keepdim=True) for x in (expected, logits))
         error = float((logits - expected).norm() / expected.norm())
         bound = max(MAX_ERROR.get(f, MAX_ROUNDED_ERROR) for f in self.weights.formats())
-        return "" if error < bound else f"a compiled pass gave other logits (relative error {error:.2g})"
+        return (
+            ""
+            if error < bound
+            else f"a compiled pass gave other logits (relative error {error:.2g})"
+        )
 
 
 def _state(module: Any) -> State:

@@ -9,7 +9,6 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.packed.backend import PackedBackend
 from sequoia_plan.runtime.backends.packed.families import empty_module, why_not
 from sequoia_plan.runtime.backends.packed.from_file import (
-    OnBytes,
     PackedFile,
     StreamedFile,
     packed_file,
@@ -18,7 +17,7 @@ from sequoia_plan.runtime.backends.packed.from_file import (
 from sequoia_plan.runtime.backends.packed.from_module import PackedModule
 from sequoia_plan.runtime.backends.packed.weights import Storage
 from sequoia_plan.runtime.models.pretrained import ModelFiles, check_tensors
-from sequoia_plan.runtime.offload.weight_file import WeightFile
+from sequoia_plan.runtime.offload.weight_file import OnBytes, WeightFile
 
 
 def load_packed(

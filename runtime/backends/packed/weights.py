@@ -73,9 +73,7 @@ def place_of(matrix: StoredMatrix) -> Place:
     """What a packed matrix takes; ValueError for a format that the pass does not read."""
     format = format_number(matrix.format)
     shape = num_tiles(format, matrix.outputs), tile_bytes(format, matrix.inputs)
-    return Place(
-        "uint8", shape, format=matrix.format, outputs=matrix.outputs, inputs=matrix.inputs
-    )
+    return Place("uint8", shape, format=matrix.format, outputs=matrix.outputs, inputs=matrix.inputs)
 
 
 def layout_of(source: WeightSource, storage: Storage) -> list[dict[str, Place]]:

@@ -1,4 +1,4 @@
-"""The compiled pass against transformers, and its rows against each other, bit for bit."""
+"""The packed pass against transformers, and its rows against each other, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import random
+import weakref
 
 import pytest
 import torch
@@ -13,16 +14,13 @@ from architectures import VOCABULARY, plain_text, resembling, tiny
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends.packed import compiled_pass as compiled_pass_module
-from sequoia_plan.runtime.backends.packed import target as compiled
-from sequoia_plan.runtime.backends.packed.eagle import compile_eagle
-from sequoia_plan.runtime.backends.packed.packing import in_4_bits, in_8_bits
-from sequoia_plan.runtime.backends.packed.target import CompiledTarget, compile_target, why_not
-from sequoia_plan.runtime.backends.packed.weights import MATRICES, GgufWeights, blocks_of
+from sequoia_plan.runtime.backends import loaded
+from sequoia_plan.runtime.backends.packed import eagle, packed_pass
+from sequoia_plan.runtime.backends.packed.from_module import PackedModule
+from sequoia_plan.runtime.backends.packed.tiles import round_rows
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
-from sequoia_plan.runtime.models.gguf import embedded_gguf
+from sequoia_plan.runtime.models.stored import dense_rows
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +56,14 @@ def read(target, cache, tokens, start, mask=None, offsets=None):
     slots = torch.arange(start, start + len(tokens))
     positions = slots if offsets is None else start + offsets
     mask = causal(len(tokens), start + len(tokens)) if mask is None else mask
-    return target(cache, tokens, positions, slots, mask)[0]
+    return target.forward(cache.at(slots, mask.shape[1]), tokens, positions, mask, 0, ())[0]
+
+
+def packed(model, workers=1, bits=None):
+    """The backend of a model, with so many threads."""
+    backend = PackedModule(model, bits)
+    backend.runner.workers, backend.runner.scratch_rows = packed_pass.Workers(workers), 0
+    return backend
 
 
 def tree_and_paths(target, tokens, tree=TREE):
@@ -88,8 +93,7 @@ def tree_and_paths(target, tokens, tree=TREE):
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name, dtype):
     model = model_of(name, dtype)
-    assert compile_target(model) == ""
-    target, tokens = compiled_pass(model), tokens_of(10)
+    target, tokens = packed(model), tokens_of(10)
     exact = copy.deepcopy(model).float()
     with torch.inference_mode():
         expected = exact(tokens[None]).logits[0]
@@ -107,7 +111,7 @@ def test_decoding_equals_transformers(name):
     prompt = tokens_of(9)[None]
     expected = plain_text(target, prompt, 60)
     for model in (target, draft):
-        assert compile_target(model) == ""
+        assert isinstance(loaded(model).backend, PackedModule)
     result = SequoiaDecoder(target, draft, TREE).generate(prompt, 60)
     assert result.sequences.equal(expected)
     assert 60 / 9 < result.steps < 60  # some nodes were accepted, and some rejected
@@ -120,7 +124,7 @@ def test_a_tree_gives_the_bits_of_its_paths(dtype, length):
     model, tokens = model_of("Llama", dtype), tokens_of(length + TREE.size)
     by_workers = []
     for workers in (1, 2, 3):
-        at_once, alone = tree_and_paths(CompiledTarget(model, None, workers), tokens)
+        at_once, alone = tree_and_paths(packed(model, workers), tokens)
         assert at_once.equal(alone)
         by_workers.append(at_once)
     assert by_workers[0].equal(by_workers[1]) and by_workers[0].equal(by_workers[2])
@@ -128,9 +132,9 @@ def test_a_tree_gives_the_bits_of_its_paths(dtype, length):
 
 def test_the_embedded_file_gives_the_bits_of_its_paths():
     """In its own bits, 4 and 8, where a last bit that differs grows by rounding."""
-    model = load_pair(draft="none", placement="resident").target
+    target = load_pair(draft="none").target.backend
     tokens = torch.arange(1000, 1000 + LENGTH + TREE.size)
-    at_once, alone = tree_and_paths(CompiledTarget(model, embedded_gguf(), 2), tokens)
+    at_once, alone = tree_and_paths(target, tokens)
     assert at_once.equal(alone)
 
 
@@ -138,9 +142,9 @@ def test_transformers_does_not_give_the_bits_of_the_paths():
     """The control: attention that adds up in another order beside other rows."""
     model, tokens = model_of("Llama"), tokens_of(LENGTH + TREE.size)
 
-    class Transformers(CompiledTarget):
-        def __call__(self, cache, tokens, positions, slots, mask, *_):
-            start = int(slots[0])
+    class Transformers(PackedModule):
+        def forward(self, cache, tokens, positions, mask, *_):
+            start = int(cache.slots[0])
             cache.tokens = torch.cat([cache.tokens[:start], tokens])
             every = torch.zeros(len(cache.tokens), len(cache.tokens)) + causal(
                 len(cache.tokens), len(cache.tokens)
@@ -152,13 +156,16 @@ def test_transformers_does_not_give_the_bits_of_the_paths():
             ).logits[0]
             return logits[start:], None
 
+        def differs(self):
+            return ""
+
         def new_cache(self, capacity, **options):
             cache = super().new_cache(capacity, **options)
             cache.tokens = torch.zeros(0, dtype=torch.long)
             return cache
 
     with torch.inference_mode():
-        at_once, alone = tree_and_paths(Transformers(model, None, 1), tokens)
+        at_once, alone = tree_and_paths(Transformers(model), tokens)
     torch.testing.assert_close(at_once, alone, atol=1e-3, rtol=1e-3)
     assert not at_once.equal(alone)
 
@@ -180,15 +187,8 @@ def test_the_embedded_pair_decodes_as_without_a_tree():
 def test_the_pass_is_near_the_model_in_float32():
     """KL of the file's bits with 8-bit activations, to the same weights in float32."""
     pair = load_pair(draft="none")
-    target = compiled_pass(pair.target)
-    file = GgufWeights(embedded_gguf(), pair.target.model.layers[0].self_attn.head_dim)
-    exact = copy.deepcopy(pair.target).float()
-    for number, layer in enumerate(exact.model.layers):
-        for name in MATRICES:
-            dense = torch.from_numpy(file.blocks(number, name).dense())
-            layer.get_submodule(name).weight.data = dense
-    exact.lm_head.weight.data = torch.from_numpy(file.head().dense())
-    exact.model.embed_tokens.weight = exact.lm_head.weight
+    target = pair.target.backend
+    exact = load_pair(draft="none", dtype="float32", placement="resident").target.module
     text = (
         "Speculative decoding drafts several tokens with a small model and verifies them with a "
         "large one in a single pass. The river was wide and slow, and the old ferryman knew every "
@@ -205,7 +205,6 @@ def test_the_pass_is_near_the_model_in_float32():
 
 def test_changed_weights_are_packed_anew():
     model, prompt = model_of("Qwen3"), tokens_of(9)[None]
-    assert compile_target(model) == ""
     decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
     before = decoder.generate(prompt, 20).sequences
     with torch.no_grad():
@@ -215,25 +214,23 @@ def test_changed_weights_are_packed_anew():
     assert after.equal(plain_text(model, prompt, 20)) and not after.equal(before)
     model.load_state_dict(model_of("Qwen3").state_dict())
     assert decoder.generate(prompt, 20).sequences.equal(before)
-    model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)
+    model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)  # another address
+    after = decoder.generate(prompt, 20).sequences
+    assert after.equal(plain_text(model, prompt, 20))
+    model.lm_head.weight.data.neg_()  # leaves no trace
+    assert decoder.generate(prompt, 20).sequences.equal(after)
+    decoder.refresh()
     assert decoder.generate(prompt, 20).sequences.equal(plain_text(model, prompt, 20))
 
 
 def test_changes_that_cannot_be_packed_are_refused():
     model, prompt = model_of("Llama"), tokens_of(9)[None]
-    assert compile_target(model) == ""
     decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     with pytest.raises(SequoiaPlanError, match="a module has hooks; make the decoder anew"):
         decoder.generate(prompt, 4)
     handle.remove()
     decoder.generate(prompt, 4)
-    target = load_pair(draft="none").target
-    decoder = SequoiaDecoder(target, None, TokenTree.chain(1))
-    with torch.no_grad():
-        target.model.norm.weight.mul_(2)
-    with pytest.raises(SequoiaPlanError, match="the GGUF file has other weights"):
-        decoder.generate(prompt, 4)
 
 
 @pytest.mark.parametrize(
@@ -246,33 +243,31 @@ def test_changes_that_cannot_be_packed_are_refused():
     ],
 )
 def test_what_is_not_compiled_says_why(model, reason):
-    model = model()
-    assert reason in why_not(model) and reason in compile_target(model)
-    assert model not in passes
+    with pytest.raises(SequoiaPlanError, match=reason):
+        PackedModule(model := model())
+    assert loaded(model).metadata()["placement"] == "resident"
 
 
 def test_a_model_with_other_logits_is_not_compiled(monkeypatch):
     """Found by comparing both passes: the modules alone do not show it."""
-    model = model_of("Llama")
-    right = compiled.CompiledTarget.__call__
+    right = PackedModule.forward
     monkeypatch.setattr(
-        compiled.CompiledTarget,
-        "__call__",
+        PackedModule, "forward",
         lambda self, cache, tokens, positions, *rest: right(
             self, cache, tokens, positions.flip(0), *rest
         ),
-    )
-    assert "a compiled pass gave other logits" in compile_target(model)
-    assert model not in passes
+    )  # fmt: skip
+    with pytest.raises(SequoiaPlanError, match="a compiled pass gave other logits"):
+        PackedModule(model_of("Llama"))
 
 
-def test_passes_end_with_their_models():
+def test_what_is_kept_of_a_model_ends_with_it():
     model = model_of("Llama")
-    assert compile_target(model) == ""
-    count = len(passes)
+    kept = weakref.ref(loaded(model))
+    assert loaded(model) is kept() and loaded(copy.deepcopy(model)) is not kept()
     del model
     gc.collect()
-    assert len(passes) == count - 1
+    assert kept() is None
 
 
 @torch.no_grad()
@@ -289,10 +284,9 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
             draft.rotary_emb(features, places[None]),
             {"full_attention": mask[None, None]},
         )
-    assert compile_eagle(draft) == ""
-    eagle = compiled_pass(draft)
-    cache = eagle.new_cache(16, counts_positions=False)
-    logits, ours = eagle(cache, tokens, features, places, places, mask, 5)
+    runner = eagle.PackedEagle(draft)
+    cache = runner.new_cache(16, counts_positions=False)
+    logits, ours = runner(cache, tokens, features, places, places, mask, 5)
     for found, right in ((logits, expected[0, -5:]), (ours, outputs[0, -5:])):
         assert float((found - right).norm() / right.norm()) < 0.02  # its weights are in 8 bits
     agrees = logits.argmax(-1) == expected[0, -5:].argmax(-1)
@@ -313,7 +307,7 @@ def drafted_trees(pair, prompts):
 
 def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch):
     """After long prompts, and after those that are shorter than what a first pass reads."""
-    monkeypatch.setattr("sequoia_plan.runtime.backends.packed.eagle.in_8_bits", lambda blocks: blocks)
+    monkeypatch.setattr(eagle, "IN_8_BITS", eagle.Storage(torch.float32))
     resident = load_pair(dtype="float32", placement="resident")
     prompts = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)]
     expected = drafted_trees(resident, prompts)
@@ -335,10 +329,11 @@ def test_rounded_weights(bits):
     rounded = copy.deepcopy(model)
     for name, module in rounded.named_modules():
         if isinstance(module, torch.nn.Linear):
-            convert = in_8_bits if bits == 8 or name == "lm_head" else in_4_bits
-            weights = convert(blocks_of(module.weight)).dense()[:, : module.in_features]
+            own_bits = 8 if name == "lm_head" else bits
+            rows = round_rows(module.weight.detach().numpy(), own_bits)
+            weights = dense_rows({8: "Q8_0", 4: "Q4_1"}[own_bits], rows)[:, : module.in_features]
             module.weight.data = torch.from_numpy(weights)
-    target = CompiledTarget(model, None, 1, bits)
+    target = packed(model, bits=bits)
     with torch.inference_mode():
         logits = read(target, target.new_cache(16, counts_positions=False), tokens, 0)
         errors = [float((m(tokens[None]).logits[0] - logits).norm()) for m in (rounded, model)]
@@ -350,7 +345,7 @@ def test_what_rounding_costs_is_said(folder):
         load_pair(bits=8)
     with pytest.raises(ArgumentError, match="bits: found 5 for compiled"):
         load_pair(dtype="float32", bits=5)
-    with pytest.raises(SequoiaPlanError, match="bits 4: the target cannot be compiled: heads of 8"):
+    with pytest.raises(SequoiaPlanError, match="bits 4: the model cannot be compiled: heads of 8"):
         load_pair(str(folder / "target"), "none", dtype="float32", bits=4)
     pair = load_pair(draft="none", dtype="bfloat16", bits=4)
     assert pair.metadata["target"]["weights"] == "Q4_1+Q8_0"
@@ -372,7 +367,7 @@ def test_odd_sizes():
         )  # fmt: skip
         start, rows = rng.choice([0, 1, 15, 16, 17]), rng.choice([1, 2, 8, 9, 17])
         tokens = torch.arange(start + rows) % model.config.vocab_size
-        target = CompiledTarget(model, None, rng.choice([1, 2, 3]))
+        target = packed(model, rng.choice([1, 2, 3]))
         cache = target.new_cache(len(tokens), counts_positions=False)
         if start:
             read(target, cache, tokens[:start], 0)
@@ -384,19 +379,19 @@ def test_odd_sizes():
 
 
 def test_an_interrupt_and_a_fork_leave_no_thread_waiting(monkeypatch):
-    target, tokens = CompiledTarget(model_of("Llama"), None, 3), tokens_of(5)
+    target, tokens = packed(model_of("Llama"), 3), tokens_of(5)
 
     def logits():
         return read(target, target.new_cache(16, counts_positions=False), tokens, 0)
 
-    expected, forward = logits(), compiled_pass_module.forward
+    expected, forward = logits(), packed_pass.forward
 
     def interrupted(worker, *arguments):
         if worker == 0:
             raise KeyboardInterrupt
         forward(worker, *arguments)
 
-    monkeypatch.setattr(compiled_pass_module, "forward", interrupted)
+    monkeypatch.setattr(packed_pass, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         logits()
     monkeypatch.undo()
