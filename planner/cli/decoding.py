@@ -123,7 +123,7 @@ def generate(
             messages.append({"role": "assistant", "content": str(generation.text)})
             _print_figures(generation, tree.plan.expected_tokens)
         return
-    generation = answer(prompt or DEFAULT_PROMPT)
+    generation = answer(DEFAULT_PROMPT if prompt is None else prompt)
     if as_json:
         new_tokens = generation.sequences[0, -generation.new_tokens :].tolist()
         names = ("text", "new_tokens", "steps", "tokens_per_step", "seconds", "finish_reason")

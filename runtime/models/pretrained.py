@@ -14,7 +14,13 @@ from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.models.gguf import GgufSource, embedded_gguf, gguf_tokenizer, is_gguf
+from sequoia_plan.runtime.models.gguf import (
+    GgufSource,
+    embedded_gguf,
+    end_tokens,
+    gguf_tokenizer,
+    is_gguf,
+)
 from sequoia_plan.runtime.models.gguf_config import CONFIGS, read_config, refuse_unread_tensors
 from sequoia_plan.runtime.models.gguf_file import GgufFile, read_gguf
 from sequoia_plan.runtime.models.loading import load_whole, new_model, not_loadable
@@ -78,7 +84,10 @@ class ModelFiles:
         """transformers' generation config."""
         if (self.path / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(self.path)
-        return GenerationConfig.from_model_config(self.config)
+        config = GenerationConfig.from_model_config(self.config)
+        if self.gguf:
+            config.eos_token_id = end_tokens(self.gguf) or None
+        return config
 
     def module(self, dtype: torch.dtype) -> Any:
         """transformers' model with all weights in memory, in eval mode."""
