@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 from msgspec import Meta
-from msgspec.structs import replace
 
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.counts import PromptKind
@@ -181,7 +180,6 @@ def tool_version() -> str:
 
 def provenance(profile: Profile) -> dict[str, Any]:
     """The fields of a plan that name the tool and the measurements that the tree comes from."""
-    latency = profile.latency
     return {
         "tool": tool_version(),
         "profile_sha256": profile.sha256,
@@ -189,5 +187,4 @@ def provenance(profile: Profile) -> dict[str, Any]:
         "models": profile.models,
         "hardware": profile.hardware,
         "drafting": profile.drafting,
-        "latency": latency and replace(latency, samples={}, quartiles={}, out_of_memory=None),
     }

@@ -38,7 +38,7 @@ def print_summary(tree: TokenTree) -> None:
     acceptance_by_length |= {part.match_length: part.acceptance for part in plan.by_match}
     for match_length, class_tree in tree.portfolio.items():
         if tree.by_match:
-            console.print(f"match of {_at_least(match_length)}")
+            console.print(f"match of {at_least(match_length)}")
         drawing, num_drawn = _drawing(class_tree, acceptance_by_length.get(match_length))
         console.print(drawing)
         if num_drawn < class_tree.size:
@@ -113,7 +113,7 @@ def describe_by_match(tree: TokenTree) -> Iterator[str]:
             num_drafted = int((class_tree.classes == 1).sum())
             source = f"looked up, {num_drafted} drafted" if num_drafted else "looked up"
         yield _line(
-            f"match of {_at_least(part.match_length)}",
+            f"match of {at_least(part.match_length)}",
             f"{part.share:.1%} of steps: {source}; {class_tree.size} nodes, depth "
             f"{class_tree.depth}, {part.expected_tokens:.3f} tokens a step, "
             f"{part.step_seconds * 1000:.1f} ms",
@@ -135,7 +135,7 @@ def _line(title: str, text: str) -> str:
     return f"{title:<24}{text}"
 
 
-def _at_least(match_length: int) -> str:
+def at_least(match_length: int) -> str:
     """The shortest match of a class in words."""
     return f"{match_length}+ tokens" if match_length else "no token"
 
