@@ -8,16 +8,12 @@ favour the spine, best-first search within the box's widths finds its best tree 
 the box is closed as well.
 """
 
-from typing import NamedTuple
-
 import numba
 import numpy as np
 
-from sequoia_plan.artifacts.counts import Ints
 from sequoia_plan.planner.solving.speed.costs import (
     cost_curve,
     fastest_prefix,
-    max_profit,
     stair_of,
     work_seconds,
 )
@@ -39,16 +35,6 @@ TOLERANCE = 1e-10
 """A box is closed when none of its trees is faster than the best one by more than this share."""
 
 
-class SearchResult(NamedTuple):
-    """The fastest tree that a search has found, and the speed that no tree exceeds.
-
-    `parents` int64 [size], empty if no tree is faster than the one known before.
-    """
-
-    parents: Ints
-    bound: float
-
-
 @numba.njit(cache=True)
 def find_fastest(search, speed, max_work):
     """Find the fastest tree of two nodes or more that is faster than `speed`, with a bound.
@@ -61,7 +47,8 @@ def find_fastest(search, speed, max_work):
             else: split the box in two
 
     `max_work` is how many nodes and stairs of cost curves the search may look at. When it stops
-    there, the bound is the largest of those of the open boxes.
+    there, the bound is the largest of those of the open boxes. Returns the parents, int64 [size],
+    empty if no tree is faster than `speed`, and the speed that no tree exceeds.
     """
     costs, num_nodes = search.costs, len(search.nodes.values)
     # Level 0, the root's, has no limit of its own: resource 0 is the nodes of the tree.
@@ -106,7 +93,6 @@ def find_fastest(search, speed, max_work):
             speed = tokens / relaxed_seconds
             best_parents = tree.parents[: tree.use[0]].copy()
         rate = goal * (1 - share)  # expected tokens that a second of work is charged
-        tighten_box(costs, box, prices[b], rate, tree.profitable_use, gain)
         resource, cut = choose_cut(costs, box, prices[b], rate, tree, search.is_ordered)
         is_settled = resource < 0
         parents, _, levels = most_valuable_nodes_within(
@@ -132,7 +118,7 @@ def find_fastest(search, speed, max_work):
             work += steps * num_nodes
             box_bound = speed_bound(costs, box, goal, max(0.0, gain))
             unsettled_bound = max(unsettled_bound, min(bound, box_bound))
-    return SearchResult(best_parents, max(speed * (1 + TOLERANCE), unsettled_bound))
+    return best_parents, max(speed * (1 + TOLERANCE), unsettled_bound)
 
 
 @numba.njit(cache=True)
@@ -180,35 +166,6 @@ def speed_bound(costs, box, goal, gain):
     the step takes at least `min_step_seconds` and at least the least work of the box.
     """
     return goal + gain / max(costs.min_step_seconds, work_seconds(costs, box.low))
-
-
-@numba.njit(cache=True)
-def tighten_box(costs, box, prices, rate, profitable_use, gain):
-    """Cut off both ends of each interval of a box, in place, where no tree can be faster.
-
-    The bound on the gain of a box is a sum that contains, for each resource, its largest profit
-    price * use - rate * cost[use] over its interval. Uses with so small a profit that the bound
-    would not be above 0 are cut off, one stair (a range of uses with a straight cost) at a time.
-    `prices` float64 [resources]; `profitable_use` int64 [resources].
-    """
-    for r in range(len(prices)):
-        cost, stair_ends = cost_curve(costs, r)
-        use = profitable_use[r]
-        # With this profit of resource r in place of its largest one, the bound is 0.
-        needed_profit = prices[r] * use - rate * cost[use] - gain
-        while box.low[r] < box.high[r]:  # cut off the lowest stair, or the use 0
-            end = 0
-            if box.low[r] > 0:
-                end = min(box.high[r], stair_ends[stair_of(stair_ends, box.low[r])])
-            if max_profit(costs, r, prices[r], rate, box.low[r], end)[0] > needed_profit:
-                break
-            box.low[r] = min(end + 1, box.high[r])
-        while box.low[r] < box.high[r]:  # cut off the highest stair
-            stair = stair_of(stair_ends, box.high[r])
-            start = max(box.low[r], stair_ends[stair - 1] + 1 if stair > 0 else 1)
-            if max_profit(costs, r, prices[r], rate, start, box.high[r])[0] > needed_profit:
-                break
-            box.high[r] = max(start - 1, box.low[r])
 
 
 @numba.njit(cache=True)
