@@ -48,7 +48,7 @@ def tokens_cases(repeats: int) -> list[dict[str, Any]]:
         case = {"vector": name, "size": size, "depth": depth, "solver": solver}
         cases.append((case, problem, []))
     for _ in range(repeats):
-        for case, problem, seconds in cases:
+        for _, problem, seconds in cases:
             started = time.perf_counter()
             best_tree(problem)
             seconds.append(time.perf_counter() - started)

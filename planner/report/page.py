@@ -11,11 +11,10 @@ from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import (
     finding,
     settings_text,
-    speedups_over_plain,
     step_parts_text,
     table,
 )
-from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
+from sequoia_plan.planner.report.html import HEIGHT, document, figures
 from sequoia_plan.planner.report.tables import html_facts, html_paragraphs, html_table
 
 TABLE_NOTE = (
@@ -26,18 +25,13 @@ TABLE_NOTE = (
 
 def page(tree: TokenTree, result: BenchResult) -> str:
     """The report of a tree."""
-    plan, ratios = tree.plan, speedups_over_plain(result)
+    plan = tree.plan
     models = {role: result.models.get(role, {}) for role in ("target", "draft")}
     names = [str(model["name"]) for model in models.values() if model.get("name")]
     title = f"Speculative decoding of {' with '.join(names)}" if names else "Speculative decoding"
-    plots: list[Plot] = []
-    if ratios:
-        caption = "Speed-up over plain decoding, measured with its 95 % interval, and predicted."
-        height = max(HEIGHT, 0.9 + len(ratios) * 0.36)
-        plots.append((partial(panels.speedups_panel, result), caption, height))
-    if tree.size > 1:
-        caption = "The tree. A node's area and shade are its probability of being accepted."
-        plots.append((partial(panels.tree_panel, tree, plan.acceptance), caption, HEIGHT))
+    caption = "The tree. A node's area and shade are its probability of being accepted."
+    draw_tree = partial(panels.tree_panel, tree, plan.acceptance, "")
+    made_by = ", ".join(filter(None, (plan.tool, plan.solver, plan.objective)))
     return document(
         title,
         f"<h1>{escape(title)}</h1>"
@@ -45,14 +39,10 @@ def page(tree: TokenTree, result: BenchResult) -> str:
         + html_paragraphs("soft", settings_text(result))
         + html_table(table(result))
         + html_paragraphs("soft", step_parts_text(result), TABLE_NOTE)
-        + figures(plots)
+        + figures([(draw_tree, caption, HEIGHT)] if tree.size > 1 else [])
         + html_facts(
             {role: _metadata_text(model) for role, model in models.items()}
-            | {
-                "machine": _metadata_text(result.hardware),
-                "tree": str(tree),
-                "made by": ", ".join(filter(None, (plan.tool, plan.solver, plan.objective))),
-            }
+            | {"machine": _metadata_text(result.hardware), "tree": tree, "made by": made_by}
         ),
     )
 

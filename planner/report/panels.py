@@ -1,18 +1,20 @@
-"""The drawings of a tree and of bench's speed-ups, each onto axes in the current style."""
+"""The drawing of a tree onto axes, and the style that all drawings share."""
 
+import io
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import Acceptance, BenchResult, TokenTree
+from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import node_values
-from sequoia_plan.planner.report.bench_table import speedups_over_plain
 
 GREEN, AMBER, BLUE = "#2f9d5f", "#c0803a", "#5b8fc6"
 """Colours that are readable on white and on black."""
 EDGE_COLOUR = "#8fa297"
 MAX_LEVEL_TICKS = 12
+DPI = 160
 
 
 def style(ink: str, line: str, seed: str) -> dict[str, Any]:
@@ -29,7 +31,30 @@ def style(ink: str, line: str, seed: str) -> dict[str, Any]:
     }
 
 
-def tree_panel(tree: TokenTree, acceptance: Acceptance | None, axes: Any) -> None:
+def picture(
+    panels: Sequence[Callable[[Any], None]],
+    inches: tuple[float, float],
+    settings: dict[str, Any],
+    suffix: str = "svg",
+) -> bytes:
+    """The file with these drawings side by side; equal drawings give equal bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(settings | {"font.size": 10}):
+        figure = Figure(figsize=inches, layout="constrained")
+        for draw, axes in zip(
+            panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True
+        ):
+            draw(axes)
+        file = io.BytesIO()
+        metadata = {"Date": None} if suffix == "svg" else None
+        transparent = settings.get("axes.facecolor") == "none"
+        figure.savefig(file, format=suffix, dpi=DPI, metadata=metadata, transparent=transparent)
+    return file.getvalue()
+
+
+def tree_panel(tree: TokenTree, acceptance: Acceptance | None, title: str, axes: Any) -> None:
     """Draw the tree level by level.
 
     A node's area grows with its value, the probability that it is accepted. Without acceptance,
@@ -47,27 +72,9 @@ def tree_panel(tree: TokenTree, acceptance: Acceptance | None, axes: Any) -> Non
     axes.scatter(*points.T, s=sizes, c=values, zorder=2, linewidths=scale, **colours)
     levels = np.arange(0, tree.depth, -(-tree.depth // MAX_LEVEL_TICKS))
     axes.set_yticks(-levels, levels)
-    axes.set(ylabel="tokens after the root", xticks=[])
+    axes.set(ylabel="tokens after the root", xticks=[], title=title)
     axes.spines[:].set_visible(False)
     axes.margins(0.1)
-
-
-def speedups_panel(result: BenchResult, axes: Any) -> None:
-    """Draw the speed-up over plain decoding of every method, a row for each.
-
-    A dot with a bar is the measured speed-up and its 95 % interval, a diamond the predicted one.
-    """
-    for row, (name, ratio) in enumerate(speedups_over_plain(result).items()):
-        ends = [ratio.interval_low, ratio.interval_high]
-        axes.plot(ends, [row, row], color=BLUE)
-        axes.plot(ratio.median, row, "o", color=BLUE)
-        prediction = result.methods[name].prediction
-        if prediction and prediction.speedup:
-            axes.plot(prediction.speedup, row, "D", color=AMBER, markerfacecolor="none")
-    titles = [result.methods[name].title for name in speedups_over_plain(result)]
-    axes.set_yticks(range(len(titles)), titles)
-    axes.axvline(1, color=EDGE_COLOUR)
-    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="times plain decoding")
 
 
 def _horizontal_places(tree: TokenTree) -> Floats:
@@ -76,16 +83,15 @@ def _horizontal_places(tree: TokenTree) -> Floats:
 
     Returns float64 [size].
     """
-    places = np.zeros(tree.size)
-    num_leaves = 0
+    places, num_leaves = np.zeros(tree.size), 0
+    first_child, child_count = tree.first_child.tolist(), tree.child_count.tolist()
     waiting = [0]
     while waiting:  # in preorder: a node's children wait before what waited already
         node = waiting.pop()
-        first, count = int(tree.first_child[node]), int(tree.child_count[node])
-        waiting.extend(range(first + count - 1, first - 1, -1))
-        if not count:
+        waiting += range(first_child[node] + child_count[node] - 1, first_child[node] - 1, -1)
+        if not child_count[node]:
             places[node], num_leaves = num_leaves, num_leaves + 1
-    for node in np.flatnonzero(tree.child_count)[::-1]:
-        first = tree.first_child[node]
-        places[node] = (places[first] + places[first + tree.child_count[node] - 1]) / 2
+    for node in np.flatnonzero(child_count)[::-1]:
+        last_child = first_child[node] + child_count[node] - 1
+        places[node] = (places[first_child[node]] + places[last_child]) / 2
     return places
