@@ -101,9 +101,10 @@ class Acceptance:
         if self.counts:
             return self.counts.to_file()
         num_levels, num_classes, _ = self.rates.shape
-        rates = self.rates if num_classes > 1 else self.rates[:, 0]
-        document: list[Any] = (rates[0] if num_levels == num_classes == 1 else rates).tolist()
-        return document
+        if num_classes > 1:
+            return self.rates.tolist()  # p[level][node class][rank]
+        by_level: list[Any] = self.rates[:, 0].tolist()  # p[level][rank]
+        return by_level if num_levels > 1 else by_level[0]
 
     def without_counts(self) -> Acceptance:
         """The rates alone."""
@@ -151,15 +152,10 @@ class Acceptance:
 
 def rounded(rates: Floats) -> Floats:
     """Rates to six digits, with sums of at most 1: counts may exceed their trials by rounding."""
-
-    def digits(values: Floats) -> Floats:
-        """As Python rounds: numpy multiplies first, which makes ties of near ties."""
-        return np.reshape([round(value, 6) for value in values.ravel().tolist()], values.shape)
-
-    rates = digits(rates / np.maximum(1.0, rates.sum(-1, keepdims=True)))
+    rates = np.round(rates / np.maximum(1.0, rates.sum(-1, keepdims=True)), 6)
     largest = np.expand_dims(rates.argmax(-1), -1)
     excess = np.maximum(0.0, rates.sum(-1, keepdims=True) - 1)
-    reduced = digits(np.take_along_axis(rates, largest, -1) - excess)
+    reduced = np.round(np.take_along_axis(rates, largest, -1) - excess, 6)
     np.put_along_axis(rates, largest, reduced, -1)
     return rates
 

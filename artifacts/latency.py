@@ -4,9 +4,12 @@ They are seconds of model passes by their size, of verification, and of streamin
 weights.
 """
 
+from __future__ import annotations
+
 from typing import Annotated
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.schema import Artifact, Count, Number, Seconds, Size
@@ -95,3 +98,7 @@ class Latency(Artifact, frozen=True):
                 "latency: found no measurement of the target at 1 token, the plain decoding that "
                 "speed-ups are relative to, or none of the draft; expected both"
             )
+
+    def without_spread(self) -> Latency:
+        """The medians alone, as a plan records them."""
+        return replace(self, samples={}, quartiles={}, out_of_memory=None)

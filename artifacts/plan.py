@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 from msgspec import Meta
-from msgspec.structs import replace
 
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.counts import PromptKind
@@ -17,7 +16,6 @@ SpeedupFactor = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 ConfidenceLevel = Annotated[float, Meta(gt=0, lt=1)]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-PlanAcceptance = Acceptance
 IntervalEnds = tuple[Number, Number]
 OPTIMALITY_TOLERANCE = 1e-9
 """A tree is called the fastest if no other can be faster by more, relative: less is rounding."""
@@ -36,7 +34,7 @@ class MatchPlan(Artifact, frozen=True):
 
     match_length: Annotated[Count, "the shortest match of the class, in tokens; 0 for none"]
     share: Annotated[Share, "the share of steps that are in this class"]
-    acceptance: Annotated[PlanAcceptance, "as `plan.acceptance`, of this class and of its tree"]
+    acceptance: Annotated[Acceptance, "as `plan.acceptance`, of this class and of its tree"]
     expected_tokens: Annotated[TokensPerStep, "tokens that such a step yields on average"]
     step_seconds: Annotated[
         Seconds, "predicted duration of such a step, `catch_up_seconds` included"
@@ -56,7 +54,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
     """
 
     acceptance: Annotated[
-        PlanAcceptance | None,
+        Acceptance | None,
         "the rates of the profile, p[1], p[2], ...: the probability that, of an accepted "
         "node's children, the one of that rank is accepted. Each from 0 to 1, sum at most "
         "1 + 1e-6. With lists, the first is for the root's children, and so on; the last holds "
@@ -181,7 +179,6 @@ def tool_version() -> str:
 
 def provenance(profile: Profile) -> dict[str, Any]:
     """The fields of a plan that name the tool and the measurements that the tree comes from."""
-    latency = profile.latency
     return {
         "tool": tool_version(),
         "profile_sha256": profile.sha256,
@@ -189,5 +186,4 @@ def provenance(profile: Profile) -> dict[str, Any]:
         "models": profile.models,
         "hardware": profile.hardware,
         "drafting": profile.drafting,
-        "latency": latency and replace(latency, samples={}, quartiles={}, out_of_memory=None),
     }

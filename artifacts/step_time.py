@@ -99,9 +99,9 @@ class StepTime:
         """How many of the last tokens the draft may not have read after a step with `tree`."""
         return self.drafting.num_unread(tree.depth, tree.num_drafted_levels)
 
-    def catch_up_seconds(self, num_unread: int, tree: TokenTree) -> float:
-        """Seconds in which the draft reads unread tokens before a step with `tree`, if it must."""
-        width = self.drafting.catch_up_width(num_unread, tree.num_drafted_levels)
+    def catch_up_seconds(self, num_unread: int, num_passes: int) -> float:
+        """Seconds in which the draft reads unread tokens before a step of so many draft passes."""
+        width = self.drafting.catch_up_width(num_unread, num_passes)
         return float(self.draft_seconds(min(width, max(self.latency.draft)))) if width else 0.0
 
     def plain_seconds(self) -> float:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,8 +51,7 @@ class TokenTree:
         parents = np.asarray(self.parents)
         _check_parents(parents, is_breadth_first=True)
         for name in ("by_match", "by_context"):
-            trees = dict(sorted(getattr(self, name).items()))
-            object.__setattr__(self, name, MappingProxyType(trees))
+            object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
         object.__setattr__(self, "parents", _read_only_int32(parents))
         if not isinstance(self.plan, Plan):
             object.__setattr__(self, "plan", Plan.from_dict(self.plan, "plan"))
@@ -224,11 +222,6 @@ class TokenTree:
     def __hash__(self) -> int:
         others = *self.by_match.items(), *self.by_context.items()
         return hash((self.parents.tobytes(), self.looks_up, others))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """How a copy is made: a mapping that cannot be changed cannot be copied itself."""
-        others = dict(self.by_match), dict(self.by_context)
-        return TokenTree, (self.parents, self.plan, self.looks_up, *others)
 
     def __str__(self) -> str:
         widths = " ".join(map(str, self.level_widths))

@@ -17,6 +17,7 @@ from reports import new_parser, spread, write_report
 
 from sequoia_plan.artifacts import Acceptance, Latency, VerificationCost
 from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.planner.solving.problem import Problem, SpeedProblem
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 from sequoia_plan.planner.solving.tokens.frontier import best_tree, pick_solver
 from sequoia_plan.profiler.hardware import fingerprint
@@ -39,17 +40,17 @@ MEASURED_SIZES = sorted([*(2**i for i in range(11)), *(3 * 2**i for i in range(9
 
 def tokens_cases(repeats: int) -> list[dict[str, Any]]:
     """Time the tree of exactly n nodes and at most d levels for each vector, in rounds."""
-    cases: list[tuple[dict[str, Any], Any, list[float]]] = []
+    cases: list[tuple[dict[str, Any], Problem, list[float]]] = []
     for (size, depth), (name, vector) in product(SIZES, VECTORS.items()):
-        rows = Acceptance.given(vector).at_depth(depth)
-        best_tree(rows, size)
-        solver = pick_solver(rows, size).NAME
+        problem = Problem(Acceptance.given(vector).at_depth(depth), size)
+        best_tree(problem)
+        solver = pick_solver(problem).NAME
         case = {"vector": name, "size": size, "depth": depth, "solver": solver}
-        cases.append((case, rows, []))
+        cases.append((case, problem, []))
     for _ in range(repeats):
-        for case, rows, seconds in cases:
+        for _, problem, seconds in cases:
             started = time.perf_counter()
-            best_tree(rows, case["size"])
+            best_tree(problem)
             seconds.append(time.perf_counter() - started)
     return [{**case, **figures(seconds)} for case, _, seconds in cases]
 
@@ -61,7 +62,7 @@ def speed_case(budget: int, profiles: int) -> dict[str, Any]:
     for number in range(-2, profiles):  # the first two compile what is not timed
         rows, times = random_profile(rng, number, budget)
         started = time.perf_counter()
-        fastest = fastest_tree(rows, budget, times)
+        fastest = fastest_tree(SpeedProblem(rows, budget, times))
         gap = 1 - fastest.speed / fastest.bound
         if number >= 0:
             gaps.append(gap)

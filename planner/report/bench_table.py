@@ -7,6 +7,7 @@ from sequoia_plan.planner.report.tables import Table, print_table
 TREE_METHODS = ("sequoia", "traversal")
 """Methods that decode with the tree under test: the names of their verifiers."""
 
+CERTAIN = " Faster was"
 NEUTRAL_SETTINGS = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Values that switch a filter off; settings with these values are not printed."""
 
@@ -17,29 +18,30 @@ def finding(result: BenchResult) -> str:
     They give the tree's measured speed-up over plain decoding with its 95 % interval and the
     predicted one, and say which other method was faster.
     """
-    tree, methods = result.tree, result.methods
-    speedups = speedups_over_plain(result)
-    if tree.size == 1:
-        sentence = "Recommended is plain decoding: the tree has one node, so nothing is speculated."
-        return sentence + _faster_method(result, "plain")[0]
+    tree, methods, speedups = result.tree, result.methods, speedups_over_plain(result)
     ours = [name for name in TREE_METHODS if name in speedups]
-    best = max(ours, key=lambda name: speedups[name].median, default=None)
-    shape = f"tree of {tree.size} nodes and depth {tree.depth}"
-    if best is None:
-        return f"The {shape}: its speed-up over plain decoding was not measured."
+    if tree.size == 1 or not ours:
+        opening = f"The tree of {tree.size} nodes was not measured."
+        if tree.size == 1:
+            opening = "Recommended is plain decoding: the tree has one node: nothing is speculated."
+        return opening + _faster_method(result, "plain")
+    best = max(ours, key=lambda name: speedups[name].median)
     speedup, prediction = speedups[best], methods[best].prediction or Prediction()
-    faster_sentence, is_certain = _faster_method(result, best if speedup.median > 1 else "plain")
+    faster = _faster_method(result, best if speedup.median > 1 else "plain")
+    opening = "No gain is certain with the"
+    if speedup.interval_low > 1:
+        is_beaten = faster.startswith(CERTAIN)
+        opening = "Not the fastest is the" if is_beaten else "Recommended is the"
+    elif speedup.interval_high < 1:
+        opening = "Recommended is plain decoding, not the"
     predicted = f"; predicted {_promise_text(prediction)}" if prediction.speedup else ""
-    text = (
-        f"{shape}, verified with {best}: {speedup.median:.2f} times the speed of "
-        f"plain decoding at {sampling_text(result)} (95 % interval {_ends(speedup)}{predicted})."
+    return (
+        f"{opening} tree of {tree.size} nodes and depth {tree.depth}, verified with {best}: "
+        f"{speedup.median:.2f} times the speed of plain decoding at {sampling_text(result)} "
+        f"(95 % interval {_ends(speedup)}{predicted})."
+        + _missed_prediction(speedup, prediction)
+        + faster
     )
-    if speedup.interval_high < 1:
-        return f"Recommended is plain decoding, not the {text}{faster_sentence}"
-    opening = "Not the fastest is the" if is_certain else "Recommended is the"
-    if speedup.interval_low <= 1:
-        opening = "No gain is certain with the"
-    return f"{opening} {text}{_missed_prediction(speedup, prediction)}{faster_sentence}"
 
 
 def speedups_over_plain(result: BenchResult) -> dict[str, Ratio]:
@@ -70,21 +72,19 @@ def _ends(ratio: Ratio, between: str = " to ") -> str:
     return f"{ratio.interval_low:.2f}{between}{ratio.interval_high:.2f}"
 
 
-def _faster_method(result: BenchResult, reference: str) -> tuple[str, bool]:
+def _faster_method(result: BenchResult, reference: str) -> str:
     """Name the fastest method, if it does not use the tree and was faster than `reference`."""
     speedups, methods = speedups_over_plain(result), result.methods
     fastest = max(speedups, key=lambda name: speedups[name].median, default="plain")
     ratio = methods[fastest].speedup.get(reference) if fastest in methods else None
     if fastest in TREE_METHODS or ratio is None or ratio.median <= 1:
-        return "", False
-    is_certain = ratio.interval_low > 1
-    opening = "Faster" if is_certain else "Faster, but not certainly,"
+        return ""
+    opening = CERTAIN if ratio.interval_low > 1 else " Faster, but not certainly, was"
     reference_title = "plain decoding" if reference == "plain" else "our tree"
-    sentence = (
-        f" {opening} was {methods[fastest].title}: {ratio.median:.2f} times {reference_title} "
+    return (
+        f"{opening} {methods[fastest].title}: {ratio.median:.2f} times {reference_title} "
         f"({_ends(ratio)})."
     )
-    return sentence, is_certain
 
 
 def sampling_text(result: BenchResult) -> str:

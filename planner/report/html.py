@@ -1,7 +1,6 @@
 """What the pages have in common: one style, light and dark, and plots as inline SVG in the page's
 colours."""
 
-import io
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
@@ -59,23 +58,10 @@ def figures(plots: Sequence[Plot]) -> str:
     """The plots with their captions as HTML, side by side where there is room."""
     html = ""
     for number, (draw, caption, height) in enumerate(plots):
-        drawing = svg(draw, caption, height, number)
-        html += f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+        style = panels.style(INK, LINE, f"plot {number}") | {"axes.facecolor": "none"}
+        picture = panels.picture([draw], (WIDTH, height), style | {"svg.fonttype": "none"})
+        text = picture.decode().replace(INK, "currentColor").replace(LINE, "var(--line)")
+        svg = text[text.index("<svg") :]  # without the XML declaration
+        svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)
+        html += f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
     return f'<div class="plots">{html}</div>'
-
-
-def svg(draw: Callable[[Any], None], caption: str, height: float, number: int) -> str:
-    """One plot as an SVG element, its text and axes in the page's colours."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style = panels.style(INK, LINE, f"plot {number}")
-    style |= {"svg.fonttype": "none", "axes.facecolor": "none", "font.size": 10}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        draw(figure.add_subplot())
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, dpi=200, metadata={"Date": None})
-    text = file.getvalue().replace(INK, "currentColor").replace(LINE, "var(--line)")
-    element = text[text.index("<svg") :]  # without the XML declaration
-    return element.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)

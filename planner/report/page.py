@@ -11,11 +11,10 @@ from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import (
     finding,
     settings_text,
-    speedups_over_plain,
     step_parts_text,
     table,
 )
-from sequoia_plan.planner.report.html import HEIGHT, Plot, document, figures
+from sequoia_plan.planner.report.html import HEIGHT, document, figures
 from sequoia_plan.planner.report.tables import html_facts, html_paragraphs, html_table
 
 TABLE_NOTE = (
@@ -26,65 +25,26 @@ TABLE_NOTE = (
 
 def page(tree: TokenTree, result: BenchResult) -> str:
     """The report of a tree."""
-    models = [result.models.get(role, {}) for role in ("target", "draft")]
-    names = [str(model["name"]) for model in models if model.get("name")]
-    title = f"Speculative decoding of {' with '.join(names)}" if names else "Speculative decoding"
     plan = tree.plan
-    origin = [("", plan.tool), ("solver ", plan.solver), ("objective ", plan.objective)]
-    body = (
+    models = {role: result.models.get(role, {}) for role in ("target", "draft")}
+    names = [str(model["name"]) for model in models.values() if model.get("name")]
+    title = f"Speculative decoding of {' with '.join(names)}" if names else "Speculative decoding"
+    caption = "The tree. A node's area and shade are its probability of being accepted."
+    draw_tree = partial(panels.tree_panel, tree, plan.acceptance, "")
+    made_by = ", ".join(filter(None, (plan.tool, plan.solver, plan.objective)))
+    return document(
+        title,
         f"<h1>{escape(title)}</h1>"
         + html_paragraphs("finding", finding(result))
         + html_paragraphs("soft", settings_text(result))
         + html_table(table(result))
         + html_paragraphs("soft", step_parts_text(result), TABLE_NOTE)
-        + figures(_plots(tree, result))
+        + figures([(draw_tree, caption, HEIGHT)] if tree.size > 1 else [])
         + html_facts(
-            {role: _metadata_text(result.models.get(role, {})) for role in ("target", "draft")}
-            | {
-                "machine": _metadata_text(result.hardware),
-                "tree": str(tree),
-                "made by": ", ".join(label + value for label, value in origin if value),
-            }
-        )
+            {role: _metadata_text(model) for role, model in models.items()}
+            | {"machine": _metadata_text(result.hardware), "tree": tree, "made by": made_by}
+        ),
     )
-    return document(title, body)
-
-
-def _plots(tree: TokenTree, result: BenchResult) -> list[Plot]:
-    """The plots that the plan and the results allow, each with its caption and height.
-
-    The first two may be taller than the others: they stand side by side, and the first has a row
-    for each method.
-    """
-    plan, ratios = tree.plan, speedups_over_plain(result)
-    first_height = max(HEIGHT, 0.9 + len(ratios) * 0.36)
-    plots = [
-        (
-            ratios,
-            partial(panels.speedups_panel, result),
-            "Speed-up over plain decoding, measured with its 95 % interval, and predicted.",
-            first_height,
-        ),
-        (
-            tree.size > 1,
-            partial(panels.tree_panel, tree),
-            "The tree. A node's area and shade are its probability of being accepted.",
-            first_height,
-        ),
-        (
-            plan.acceptance,
-            partial(panels.tokens_panel, tree),
-            "Predicted tokens a step against size, for every shape of tree at its best.",
-            HEIGHT,
-        ),
-        (
-            plan.latency,
-            partial(panels.latency_panel, tree),
-            "Median time of one pass against the tokens in it.",
-            HEIGHT,
-        ),
-    ]
-    return [(draw, caption, height) for is_known, draw, caption, height in plots if is_known]
 
 
 def _metadata_text(metadata: Mapping[str, Any]) -> str:

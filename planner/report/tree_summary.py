@@ -16,7 +16,9 @@ from sequoia_plan.artifacts.promise import MIN_KINDS
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-MAX_NODES_DRAWN = 40
+MAX_NODES_DRAWN, MAX_LEVELS_DRAWN = 40, 10
+MORE_BYTES = 1e9
+"""So much more memory, or a tenth of what a pass reads if that is less, is said to save time."""
 
 
 def print_summary(tree: TokenTree) -> None:
@@ -34,12 +36,11 @@ def print_summary(tree: TokenTree) -> None:
         dtype = f" ({model['dtype']})" if model.get("dtype") else ""
         lines.append(_line(role, f"{model.get('name')}{dtype}"))
     print(*lines, sep="\n")
-    acceptance_by_length = {0: plan.acceptance}
-    acceptance_by_length |= {part.match_length: part.acceptance for part in plan.by_match}
+    acceptances = {0: plan.acceptance} | {p.match_length: p.acceptance for p in plan.by_match}
     for match_length, class_tree in tree.portfolio.items():
         if tree.by_match:
-            console.print(f"match of {_at_least(match_length)}")
-        drawing, num_drawn = _drawing(class_tree, acceptance_by_length.get(match_length))
+            console.print(f"match of {at_least(match_length)}")
+        drawing, num_drawn = _drawing(class_tree, acceptances.get(match_length))
         console.print(drawing)
         if num_drawn < class_tree.size:
             console.print(f"... and {class_tree.size - num_drawn} nodes of less value")
@@ -95,9 +96,10 @@ def _describe_details(plan: Plan) -> Iterator[str]:
         yield _line("prompts of a new kind", f"not known: {reason}")
     if stream := plan.latency and plan.latency.stream:
         # weights that stay in memory need not arrive in each pass; less if that waits for others
-        share = min(1e9 / stream.bytes, 0.1)
-        text = f"{share * stream.bytes / 1e6:.0f} MB more of layers in memory would make a step up "
-        yield _line("more memory", f"{text}to {share * stream.seconds * 1000:.1f} ms shorter")
+        more_bytes = min(MORE_BYTES, stream.bytes / 10)
+        text = f"{more_bytes / 1e6:.0f} MB more of layers in memory would make a step up "
+        milliseconds = 1000 * stream.seconds * more_bytes / stream.bytes
+        yield _line("more memory", f"{text}to {milliseconds:.1f} ms shorter")
 
 
 def describe_by_match(tree: TokenTree) -> Iterator[str]:
@@ -113,7 +115,7 @@ def describe_by_match(tree: TokenTree) -> Iterator[str]:
             num_drafted = int((class_tree.classes == 1).sum())
             source = f"looked up, {num_drafted} drafted" if num_drafted else "looked up"
         yield _line(
-            f"match of {_at_least(part.match_length)}",
+            f"match of {at_least(part.match_length)}",
             f"{part.share:.1%} of steps: {source}; {class_tree.size} nodes, depth "
             f"{class_tree.depth}, {part.expected_tokens:.3f} tokens a step, "
             f"{part.step_seconds * 1000:.1f} ms",
@@ -135,7 +137,7 @@ def _line(title: str, text: str) -> str:
     return f"{title:<24}{text}"
 
 
-def _at_least(match_length: int) -> str:
+def at_least(match_length: int) -> str:
     """The shortest match of a class in words."""
     return f"{match_length}+ tokens" if match_length else "no token"
 
@@ -153,26 +155,16 @@ def _low_to_high(ends: tuple[float, float], unit: str = "") -> str:
 def _drawing(tree: TokenTree, acceptance: Acceptance | None) -> tuple[Tree, int]:
     """A drawing of the nodes that are most probably accepted, and their number.
 
-    A node is drawn as its rank and its value; of a looked-up chain's end, one line. Without
-    acceptance, the first nodes are drawn.
+    A node is drawn as its rank and its value. Without acceptance, the first nodes are drawn.
     """
     from rich.tree import Tree
 
     values = node_values(tree, acceptance.rates) if acceptance else np.ones(tree.size)
-    drawn_nodes = np.argsort(-values, kind="stable")[:MAX_NODES_DRAWN].tolist()
     branches = {0: Tree("[bold]root 1.000[/bold]")}
-    # the end of a lookup chain without other nodes on its levels takes one line
-    num_drawn_levels = tree.num_drafted_levels + 2 if tree.looks_up else tree.depth
-    for node in sorted(drawn_nodes):
-        parent, level = int(tree.parents[node]), int(tree.position_ids[node])
-        if node and parent in branches and level < num_drawn_levels:
-            is_looked_up = tree.looks_up and tree.classes[node] == 0
-            label = f"{tree.ranks[node]}  {values[node]:.3f}"
-            branches[node] = branches[parent].add(label + ("  looked up" if is_looked_up else ""))
-    num_drawn, num_left = len(branches), max(0, tree.depth - num_drawn_levels)
-    end_of_chain = int(tree.level_offsets[num_drawn_levels - 1]) if num_left else 0
-    if num_left and end_of_chain in branches:
-        text = f"... {num_left} more, one after the other, the last {values[-1]:.3f}  looked up"
-        branches[end_of_chain].add(text)
-        num_drawn += num_left
-    return branches[0], num_drawn
+    for node in sorted(np.argsort(-values, kind="stable")[:MAX_NODES_DRAWN].tolist()):
+        parent = int(tree.parents[node])
+        if parent in branches and tree.position_ids[node] < MAX_LEVELS_DRAWN:
+            source = "  looked up" if tree.looks_up and tree.classes[node] == 0 else ""
+            label = f"{tree.ranks[node]}  {values[node]:.3f}{source}"
+            branches[node] = branches[parent].add(label)
+    return branches[0], len(branches)

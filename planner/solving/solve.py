@@ -6,18 +6,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from msgspec import structs
-
-from sequoia_plan.artifacts import Acceptance, ArgumentError, Plan, Profile, TokenTree
-from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.artifacts import Acceptance, ArgumentError, Latency, Plan, Profile, TokenTree
 from sequoia_plan.artifacts.plan import provenance, tool_version
 from sequoia_plan.artifacts.prediction import predict
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.certificate import check
+from sequoia_plan.planner.solving.certificate import most_tokens
 from sequoia_plan.planner.solving.match.by_match import trees_by_match
 from sequoia_plan.planner.solving.match.portfolio import Limits
-from sequoia_plan.planner.solving.match.replay import MAX_RUN, recorded_texts
+from sequoia_plan.planner.solving.match.recorded import recorded
+from sequoia_plan.planner.solving.match.replay import MAX_RUN
+from sequoia_plan.planner.solving.problem import Problem, SpeedProblem, proven_bound
 from sequoia_plan.planner.solving.promised import single_tree_figures
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 from sequoia_plan.planner.solving.tokens.frontier import best_tree, check_limits, pick_solver
@@ -94,49 +93,41 @@ def solve(
         branching, budget = 1, min(budget, depth)
     objective = _checked_objective(objective, profile)
     check_limits(budget, depth, branching)
-    max_depth = profile.drafting.max_depth or depth  # what the draft can make
-    limits = Limits(budget, min(depth, MAX_RUN), min(depth, max_depth), branching)
-    times = StepTime.from_measured(profile) if objective == "speed" else None
-    texts = recorded_texts(profile.lookup) if lookup and times and profile.lookup else []
-    if not draft and not texts:
+    drafted_depth = min(depth, profile.drafting.max_depth or depth)  # what the draft can make
+    problem = Problem(profile.acceptance.at_depth(drafted_depth, branching), budget)
+    limits = Limits(budget, min(depth, MAX_RUN), drafted_depth, branching)
+    recording = recorded(profile, limits) if lookup and objective == "speed" else None
+    if not draft and not recording:
         raise ArgumentError(
             "draft none: found no lookup, or another objective than speed, expected both: nothing "
             "else proposes tokens then; give latencies, and leave --no-lookup out"
         )
-    rows = profile.acceptance.at_depth(limits.drafted_depth, branching)
-    solver = "branch and bound" if times else pick_solver(rows, budget).NAME
-    tree, speed_bound = _best_tree(rows, budget, times)
-    if texts and times:
-        times = StepTime(times.latency, times.drafting, looks_up=True)
-        tree, figures = trees_by_match(profile, texts, tree, times, limits)
-    else:
-        figures = _tree_figures(tree, speed_bound, profile, times, limits)
-    plan = Plan(
-        **origin,
-        **figures,
-        budget=budget,
-        depth=limits.drafted_depth,
-        branching=branching,
-        objective=objective,
-        solver=solver,
-    )
-    by_context = {}
-    latencies = [times.latency, *profile.longer] if times else []
-    for shorter, longer in pairwise(latencies):
-        part = solve(
-            structs.replace(profile, latency=longer, longer=()),
-            budget=budget,
-            depth=depth,
-            branching=branching,
-            objective=objective,
-            lookup=lookup,
-            draft=draft,
-        ).tree
-        part_plan = structs.replace(part.plan, profile_sha256=plan.profile_sha256)
+    origin |= {"budget": budget, "depth": drafted_depth, "branching": branching}
+    measured = profile  # as a name whose type does not change
+
+    def solved_with(latency: Latency | None) -> TokenTree:
+        """The tree for these latencies, with its plan."""
+        times = StepTime(latency, measured.drafting) if latency else None
+        if objective == "tokens" or not times:
+            tree, figures = _tree_of_most_tokens(measured, problem, times)
+        elif recording:
+            base_tree = fastest_tree(SpeedProblem(problem.rows, budget, times)).tree
+            with_lookup = replace(recording, times=replace(times, looks_up=True))
+            tree, figures = trees_by_match(measured, with_lookup, base_tree)
+        else:
+            tree, figures = _fastest_tree(measured, SpeedProblem(problem.rows, budget, times))
+        latency = latency and latency.without_spread()
+        solver = pick_solver(problem).NAME if objective == "tokens" else "branch and bound"
+        plan = Plan(**origin, **figures, latency=latency, objective=objective, solver=solver)
+        return replace(tree, plan=plan)
+
+    latencies = [profile.latency, *(profile.longer if objective == "speed" else ())]
+    by_context = {
         # each is for the texts that are nearer to its context, in ratio
-        start = round(math.sqrt(shorter.context * longer.context))
-        by_context[start] = replace(part, plan=part_plan)
-    tree = TokenTree(tree.parents, plan, by_match=tree.by_match, by_context=by_context)
+        round(math.sqrt(shorter.context * longer.context)): solved_with(longer)
+        for shorter, longer in pairwise(filter(None, latencies))
+    }
+    tree = replace(solved_with(profile.latency), by_context=by_context)
     return Solution(tree, time.perf_counter() - started)
 
 
@@ -153,32 +144,30 @@ def _checked_objective(objective: str | None, profile: Profile) -> str:
     return objective
 
 
-def _best_tree(rows: Floats, budget: int, times: StepTime | None) -> tuple[TokenTree, float]:
-    """The fastest tree and a bound on tokens a second; without times the tree of most tokens.
-
-    `rows` float64 [depth - 1, node classes, branching].
-    """
-    if times is None:
-        return best_tree(rows, budget), math.inf
-    fastest = fastest_tree(rows, budget, times)
-    return fastest.tree, fastest.bound
+def _tree_of_most_tokens(
+    profile: Profile, problem: Problem, times: StepTime | None
+) -> tuple[TokenTree, dict[str, Any]]:
+    """The tree of most expected tokens, which are the proven bound, and what its plan says."""
+    tree = best_tree(problem)
+    figures = _tree_figures(tree, profile, times)
+    return tree, figures | {"upper_bound": figures["expected_tokens"]}
 
 
-def _tree_figures(
-    tree: TokenTree, speed_bound: float, profile: Profile, times: StepTime | None, limits: Limits
-) -> dict[str, Any]:
-    """The plan's predictions, proofs and intervals of a single tree.
+def _fastest_tree(profile: Profile, problem: SpeedProblem) -> tuple[TokenTree, dict[str, Any]]:
+    """The fastest tree, and what its plan says."""
+    tree, _, bound = fastest_tree(problem)
+    figures = _tree_figures(tree, profile, problem.times)
+    bound *= problem.times.plain_seconds()
+    return tree, figures | {
+        "upper_bound": max(figures["expected_tokens"], most_tokens(problem, tree.size)),
+        "speedup_bound": proven_bound(figures["predicted_speedup"], bound),
+    }
 
-    `times` is None for the objective tokens.
-    """
-    acceptance, depth, branching = profile.acceptance, limits.drafted_depth, limits.branching
-    prediction = predict(tree, acceptance, StepTime.from_measured(profile))
-    # For the objective tokens the tree is the optimum of its size, so no solver runs again.
-    optimum = None if times else prediction.expected_tokens
+
+def _tree_figures(tree: TokenTree, profile: Profile, times: StepTime | None) -> dict[str, Any]:
+    """The predictions and intervals of a single tree, as its plan names them."""
     return {
-        **prediction._asdict(),
-        "acceptance": acceptance.without_counts(),
-        "upper_bound": check(tree, acceptance, depth, branching, optimum).upper_bound,
-        "speedup_bound": speed_bound * times.plain_seconds() if times else None,
-        **single_tree_figures(tree, profile, StepTime.from_measured(profile)),
+        **predict(tree, profile.acceptance, times)._asdict(),
+        "acceptance": profile.acceptance.without_counts(),
+        **single_tree_figures(tree, profile, times),
     }

@@ -1,5 +1,7 @@
 """The fastest tree for the hardware, the bound that proves it, and searches wrong on purpose."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from brute_force import DFLASH, EAGLE, fitting, max_speed
@@ -18,8 +20,8 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import frontier
+from sequoia_plan.planner.solving.problem import MAX_WORK, Problem, SpeedProblem
 from sequoia_plan.planner.solving.speed import fastest, relaxation
-from sequoia_plan.planner.solving.speed.costs import OtherSteps
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 from sequoia_plan.planner.solving.tokens import best_first
 from sequoia_plan.planner.solving.tokens.best_first import isotonic
@@ -49,7 +51,7 @@ def test_the_fastest_tree_is_found_and_proven(rates, latency, budget, depth, dra
     """Brute force over all trees finds none that is faster, whatever the curves."""
     rows, times = at_depth(rates, depth), StepTime(latency, drafting)
     assert best_first.is_non_increasing(rows) and best_first.favours_spine(rows)
-    chosen = fastest_tree(rows, budget, times)
+    chosen = fastest_tree(SpeedProblem(rows, budget, times))
     assert chosen.speed == pytest.approx(by_brute_force(rates, times, budget, depth), rel=1e-12)
     assert chosen.bound == pytest.approx(chosen.speed, rel=1e-9)
     tokens = expected_tokens(chosen.tree, rates)
@@ -65,15 +67,15 @@ def test_the_bound_on_speed_holds_for_any_acceptance(rates, latency, budget, dep
     """And no tree of most tokens of a size and depth is faster than the tree that is taken."""
     rows, times = at_depth(rates, depth), StepTime(latency, drafting)
     best = by_brute_force(rates, times, budget, depth)
-    for max_work in (-1, fastest.MAX_WORK):
-        chosen = fastest_tree(rows, budget, times, max_work=max_work)
+    for max_work in (-1, MAX_WORK):
+        chosen = fastest_tree(SpeedProblem(rows, budget, times, max_work=max_work))
         assert chosen.tree.depth <= min(depth, drafting.max_depth or depth)
         assert chosen.speed <= best * (1 + 1e-12)
         assert best <= chosen.bound * (1 + 1e-12)
     optima = frontier(rates, min(budget, times.largest_size()), depth)
     for max_depth, values in enumerate(optima[: drafting.max_depth], 1):
         for size in range(1, len(values) + 1):
-            tree = best_tree(rows[: max_depth - 1], size)
+            tree = best_tree(Problem(rows[: max_depth - 1], size))
             speed = expected_tokens(tree, rates) / times.step_seconds(tree)
             assert chosen.speed >= speed * (1 - 1e-12)
 
@@ -81,7 +83,7 @@ def test_the_bound_on_speed_holds_for_any_acceptance(rates, latency, budget, dep
 @given(rates(non_increasing=True, favouring=True), latencies(), st.floats(0, 9), st.floats(0, 0.5))
 def test_other_steps_count_as_well(rates, latency, tokens, seconds):
     rows, times = at_depth(rates, 5), StepTime(latency)
-    chosen = fastest_tree(rows, 7, times, other_steps=OtherSteps(tokens, seconds))
+    chosen = fastest_tree(SpeedProblem(rows, 7, times, tokens, seconds))
     best = max(
         (expected_tokens(tree, rows) + tokens) / (times.step_seconds(tree) + seconds)
         for tree in fitting(rows, times.largest_size())
@@ -108,9 +110,9 @@ def test_best_first_is_trusted_only_where_rows_favour_the_spine(monkeypatch):
     )
     best = max_speed(rows, times, 7)
     assert best_first.is_non_increasing(rows) and not best_first.favours_spine(rows)
-    assert fastest_tree(rows, 7, times).bound >= best
+    assert fastest_tree(SpeedProblem(rows, 7, times)).bound >= best
     monkeypatch.setattr(best_first, "favours_spine", lambda rows: True)
-    assert fastest_tree(rows, 7, times).bound < best * 0.999
+    assert fastest_tree(SpeedProblem(rows, 7, times)).bound < best * 0.999
 
 
 def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
@@ -135,9 +137,9 @@ def test_a_search_with_a_wrong_cost_is_noticed(monkeypatch, more, wrong):
     """The control: a slower tree is chosen; with costs above the real ones the bound is wrong."""
     times, right = StepTime(structs.replace(TINY, **more)), fastest.cost_tables
     best = max_speed(TINY_ROWS, times, 7)
-    assert fastest_tree(TINY_ROWS, 7, times).speed == pytest.approx(best, rel=1e-12)
+    assert fastest_tree(SpeedProblem(TINY_ROWS, 7, times)).speed == pytest.approx(best, rel=1e-12)
     monkeypatch.setattr(fastest, "cost_tables", lambda *args: right(*args)._replace(**wrong))
-    chosen = fastest_tree(TINY_ROWS, 7, times)
+    chosen = fastest_tree(SpeedProblem(TINY_ROWS, 7, times))
     assert (chosen.bound if wrong.get("draft", [0])[-1] == 0.5 else chosen.speed) < best * 0.999
 
 
@@ -148,12 +150,12 @@ def test_a_first_pass_priced_as_if_it_did_not_widen_is_noticed(monkeypatch):
     )
     times, rows, right = StepTime(latency, EAGLE), at_depth([0.9, 0.05], 5), fastest.cost_tables
     best = max_speed(rows, times, 7)
-    assert fastest_tree(rows, 7, times).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(fastest, "_depths_to_search", lambda max_depth, *_: [max_depth])
+    assert fastest_tree(SpeedProblem(rows, 7, times)).speed == pytest.approx(best, rel=1e-12)
+    monkeypatch.setattr(fastest, "_depths_to_search", lambda problem: [len(problem.rows) + 1])
     monkeypatch.setattr(
-        fastest, "cost_tables", lambda times, size, depth, other: right(times, size, 2, other)
+        fastest, "cost_tables", lambda problem: right(replace(problem, rows=problem.rows[:1]))
     )
-    assert fastest_tree(rows, 7, times).speed < best * 0.999
+    assert fastest_tree(SpeedProblem(rows, 7, times)).speed < best * 0.999
 
 
 def fastest_by_widths(rows, times, max_size, max_width):
@@ -189,7 +191,7 @@ def test_the_fastest_tree_of_twenty_nodes(seed):
     target = {n: 0.02 + rng.uniform(0.0001, 0.002) * n for n in (1, 3, 6, 8, 12, 16, 20)}
     draft = {n: rng.uniform(0.0002, 0.002) + 0.0001 * n for n in (1, 2, 3, 4, 5, 7)}
     times, rows = StepTime(Latency(target, draft, 0.001)), at_depth(rows, 5)
-    chosen = fastest_tree(rows, 20, times)
+    chosen = fastest_tree(SpeedProblem(rows, 20, times))
     assert chosen.speed == pytest.approx(fastest_by_widths(rows, times, 20, 7), rel=1e-12)
     assert chosen.bound == pytest.approx(chosen.speed, rel=1e-9)
 
@@ -218,14 +220,14 @@ def test_no_tree_gains_more_than_its_relaxation(rates, latency, prices, floor, r
 def relaxed(rows, times, prices, floor, rate, share=0.0):
     """The bound over all trees of two nodes or more, whatever the rows."""
     max_size, levels = max(2, times.largest_size()), len(rows)
-    costs = fastest.cost_tables(times, max_size, levels + 1)
+    costs = fastest.cost_tables(SpeedProblem(rows, max_size, times))
     low, high = np.r_[2, np.zeros(levels - 1, int)], np.full(levels, costs.draft_stair_ends[-1])
     high[0] = max_size
     nodes = relaxation.candidate_nodes(rows, floor)
-    is_ordered = best_first.is_non_increasing(rows) and best_first.favours_spine(rows)
-    problem = relaxation.Problem(rows, rows, is_ordered, nodes, floor, costs)
+    is_ordered = SpeedProblem(rows, max_size, times).is_ordered
+    search = relaxation.Search(rows, rows, is_ordered, nodes, floor, costs)
     tree = relaxation.RelaxedTree(*np.zeros((2, levels), int), np.zeros(len(nodes.values), int))
-    return relaxation.relax(problem, relaxation.Box(low, high), prices, rate, share, tree)[0]
+    return relaxation.relax(search, relaxation.Box(low, high), prices, rate, share, tree)[0]
 
 
 def test_a_node_left_out_must_cost_what_it_may_be_worth():
@@ -241,25 +243,25 @@ def test_a_node_left_out_must_cost_what_it_may_be_worth():
 def test_the_bound_from_the_trees_of_most_tokens_holds(rates, latency, depth):
     """Even if none of these trees is taken."""
     rows, times = at_depth(rates, depth), StepTime(latency)
-    plain = fastest.with_speed(TokenTree.chain(1), rows, times)
+    problem = SpeedProblem(rows, times.largest_size(), times)
+    plain = problem.evaluate(TokenTree.chain(1))
     sizes = np.arange(1.0, times.largest_size() + 1)  # no tree of n nodes has more tokens than n
-    _, bound = fastest._try_trees_of_most_tokens(
-        plain, rows, sizes, times, OtherSteps(), lambda tree: plain
-    )
+    _, bound = fastest._try_trees_of_most_tokens(problem, plain, sizes, lambda tree: plain)
     assert max_speed(rows, times, times.largest_size()) <= max(bound, plain.speed) * (1 + 1e-12)
 
 
 def test_the_answer_may_be_no_speculation_or_a_chain():
     slow_draft = StepTime(Latency({1: 0.04, 8: 0.05}, {1: 0.04, 8: 0.05}))
-    assert fastest_tree(at_depth([0.4, 0.1], 5), 8, slow_draft).tree.size == 1
+    assert fastest_tree(SpeedProblem(at_depth([0.4, 0.1], 5), 8, slow_draft)).tree.size == 1
     target = {n: 0.04 * n for n in range(1, 9)} | {2: 0.041, 3: 0.042}
     steep_target = StepTime(Latency(target, {1: 0.0001, 8: 0.0002}))
-    assert fastest_tree(at_depth([0.9, 0.01], 8), 8, steep_target).tree == TokenTree.chain(3)
+    problem = SpeedProblem(at_depth([0.9, 0.01], 8), 8, steep_target)
+    assert fastest_tree(problem).tree == TokenTree.chain(3)
 
 
 def test_no_tree_leaves_what_was_measured():
     times = StepTime(Latency({1: 0.04, 8: 0.04}, {1: 1e-6, 4: 1e-6}))
-    tree = fastest_tree(at_depth([0.5, 0.3], 20), 768, times).tree
+    tree = fastest_tree(SpeedProblem(at_depth([0.5, 0.3], 20), 768, times)).tree
     assert tree.size <= 8 and max(LANGUAGE_MODEL.pass_widths(tree.num_parents_by_level)) <= 4
 
 

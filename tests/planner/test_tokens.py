@@ -12,6 +12,7 @@ from strategies import at_depth, rates
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.planner import frontier
+from sequoia_plan.planner.solving.problem import Problem
 from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
 from sequoia_plan.planner.solving.tokens.frontier import MAX_DEPTH, best_tree, pick_solver
 
@@ -86,14 +87,14 @@ def test_both_solvers_agree_on_rows_that_do_not_increase(rates, size, depth):
         strict=True,
     ):
         np.testing.assert_allclose(values, expected, rtol=1e-12)
-    assert pick_solver(rows, size) is best_first
+    assert pick_solver(Problem(rows, size)) is best_first
 
 
 def test_a_solver_that_ignores_the_class_is_noticed():
     """The control: rows of the spine used for all nodes predict too much and give a worse tree."""
     rows = at_depth([[[0.5, 0.4], [0.0, 0.0]], [[0.8, 0.1], [0.2, 0.1]]], 5)
     optimum = max(tokens_by_paths(tree, rows) for tree in fitting(rows, 6) if tree.size == 6)
-    assert pick_solver(rows, 6).most_tokens(rows, 6)[-1] == pytest.approx(optimum)
+    assert pick_solver(Problem(rows, 6)).most_tokens(rows, 6)[-1] == pytest.approx(optimum)
     for solver in (best_first, dynamic_programming):
         blind_rows = np.ascontiguousarray(rows[:, :1])
         blind = TokenTree.from_parents(solver.parents(blind_rows, 6))
@@ -105,10 +106,10 @@ def test_best_first_is_wrong_on_a_rising_vector_and_is_not_picked():
     """The control: 1.44 where 1.85 is optimal."""
     rows = at_depth([0.3, 0.05, 0.5], 4)
     assert best_first.most_tokens(rows, 4)[-1] == pytest.approx(1.44)
-    assert pick_solver(rows, 4) is dynamic_programming
+    assert pick_solver(Problem(rows, 4)) is dynamic_programming
     assert dynamic_programming.most_tokens(rows, 4)[-1] == pytest.approx(1.85)
     with pytest.raises(ArgumentError, match="expected at most 4096 where acceptance increases"):
-        best_tree(rows, 5000)
+        best_tree(Problem(rows, 5000))
 
 
 @settings(max_examples=40)
@@ -121,7 +122,7 @@ def test_trees_attain_the_frontier_and_more_never_hurts(rates, size, depth, bran
         assert (values[1:] >= values[:-1] * slack).all()
         for more in (*optima[number : number + 2], wider[number]):
             assert (more[: len(values)] >= values * slack).all()
-        tree = best_tree(rows[:number], len(values))
+        tree = best_tree(Problem(rows[:number], len(values)))
         assert tree.size == len(values) and tree.depth <= number + 1
         assert tree.branching <= (branching or 4)
         assert expected_tokens(tree, rates) == pytest.approx(values[-1], rel=1e-12)
@@ -130,8 +131,8 @@ def test_trees_attain_the_frontier_and_more_never_hurts(rates, size, depth, bran
 def test_sizes_that_no_tree_has_are_refused_with_the_largest():
     rows = at_depth([0.5, 0.2, 0.1], 3)
     with pytest.raises(ArgumentError, match=r"depth 3 with 3 children .* largest has 13"):
-        best_tree(rows, 14)
-    assert best_tree(rows, 13).size == 13
+        best_tree(Problem(rows, 14))
+    assert best_tree(Problem(rows, 13)).size == 13
 
 
 @pytest.mark.parametrize("vector", [[0.9], [0.0], [0.1, 0.9]])
@@ -139,5 +140,5 @@ def test_the_deepest_tree_is_built(vector):
     """A thousand levels are what the limits allow; Python's own stack has fewer."""
     rows = at_depth(vector, MAX_DEPTH)[..., :1]
     chain = TokenTree.chain(MAX_DEPTH)
-    assert best_tree(np.ascontiguousarray(rows), MAX_DEPTH) == chain
+    assert best_tree(Problem(np.ascontiguousarray(rows), MAX_DEPTH)) == chain
     assert TokenTree.from_parents(dynamic_programming.parents(rows, MAX_DEPTH)) == chain

@@ -1,27 +1,16 @@
 """The trees by match of a profile: the fastest ones on its recorded texts."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
 from sequoia_plan.artifacts.prediction import predict_portfolio
-from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.match.portfolio import (
-    Limits,
-    MatchProblem,
-    Portfolio,
-    fastest_portfolio,
-)
-from sequoia_plan.planner.solving.match.recorded import (
-    DecodedAgain,
-    Recording,
-    figures_by_kind,
-    match_problems,
-)
-from sequoia_plan.planner.solving.match.replay import MAX_RUN, RecordedText
-from sequoia_plan.planner.solving.speed.fastest import MAX_WORK
+from sequoia_plan.planner.solving.match.portfolio import Portfolio, fastest_portfolio
+from sequoia_plan.planner.solving.match.recorded import DecodedAgain, Recording, figures_by_kind
+from sequoia_plan.planner.solving.match.replay import MAX_RUN
+from sequoia_plan.planner.solving.problem import MAX_WORK, proven_bound
 
 MAX_REPLAYS = 10
 """Rounds of solving and of counting the shares of classes anew."""
@@ -30,11 +19,7 @@ MIN_REPLAYED_SHARE = 0.01
 
 
 def trees_by_match(
-    profile: Profile,
-    texts: Sequence[RecordedText],
-    base_tree: TokenTree,
-    times: StepTime,
-    limits: Limits,
+    profile: Profile, recording: Recording, base_tree: TokenTree
 ) -> tuple[TokenTree, dict[str, Any]]:
     """Find the trees by match for a profile.
 
@@ -44,18 +29,16 @@ def trees_by_match(
             trees = the fastest portfolio with these
 
     Args:
-        profile: the measurements, with counts by class of match.
-        texts: its recorded texts, at least one.
+        profile: the measurements.
+        recording: its recorded texts, its counts by class of match, step times and limits.
         base_tree: the fastest single tree without lookup.
-        times: the step times.
-        limits: what trees may be.
 
     Returns:
         The trees, and what their plan says of them.
     """
-    recording = Recording(texts, match_problems(profile), times)
+    times, plain_seconds = recording.times, recording.times.plain_seconds()
     base = recording.decode((base_tree,) * len(recording.problems))
-    decoded, bound = _fastest_on_recorded_texts(recording, base, limits)
+    decoded, bound = _fastest_on_recorded_texts(recording, base)
     by_match = []
     for problem, tree, share in zip(
         decoded.problems, decoded.trees, decoded.shares.tolist(), strict=True
@@ -71,13 +54,13 @@ def trees_by_match(
                 catch_up_seconds=problem.catch_up_seconds(tree, times),
             )
         )
-    tree = _with_by_match(decoded.problems, decoded.trees)
+    lengths = [problem.match_length for problem in recording.problems]
+    tree = _with_by_match(dict(zip(lengths, decoded.trees, strict=True)))
     prediction = predict_portfolio(tree, tuple(by_match), times)
-    plain_seconds = times.plain_seconds()
     figures = {
         **prediction._asdict(),
         "acceptance": by_match[0].acceptance,
-        "speedup_bound": max(bound * plain_seconds, prediction.predicted_speedup or 0),
+        "speedup_bound": proven_bound(prediction.predicted_speedup or 0.0, bound * plain_seconds),
         "by_match": tuple(by_match),
         "tree_speedup": base.speed * plain_seconds,
         **figures_by_kind(profile, tree, recording),
@@ -86,7 +69,7 @@ def trees_by_match(
 
 
 def _fastest_on_recorded_texts(
-    recording: Recording, base: DecodedAgain, limits: Limits
+    recording: Recording, base: DecodedAgain
 ) -> tuple[DecodedAgain, float]:
     """The fastest trees by match, with the shares that the recorded texts give for themselves.
 
@@ -96,16 +79,16 @@ def _fastest_on_recorded_texts(
     """
     best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
-        trees = _solve_beside(best, recording.times, limits, MAX_WORK // 10).trees
+        trees = _solve_beside(recording, best, MAX_WORK // 10).trees
         trees_so_far |= set(trees)
         candidates = [trees, *(_exchanged(best.trees, c, tree) for c, tree in enumerate(trees))]
         fastest = max(map(recording.decode, candidates), key=lambda decoded: decoded.speed)
         if fastest.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
             break
         best = fastest
-    best = _with_trees_exchanged(recording, best, trees_so_far, limits)
-    best = _with_rare_classes_solved(recording, best, limits)
-    return best, _solve_beside(best, recording.times, limits, MAX_WORK).bound
+    best = _with_trees_exchanged(recording, best, trees_so_far)
+    best = _with_rare_classes_solved(recording, best)
+    return best, _solve_beside(recording, best, MAX_WORK).bound
 
 
 def _exchanged(trees: tuple[TokenTree, ...], c: int, tree: TokenTree) -> tuple[TokenTree, ...]:
@@ -114,13 +97,14 @@ def _exchanged(trees: tuple[TokenTree, ...], c: int, tree: TokenTree) -> tuple[T
 
 
 def _with_trees_exchanged(
-    recording: Recording, best: DecodedAgain, trees: set[TokenTree], limits: Limits
+    recording: Recording, best: DecodedAgain, trees: set[TokenTree]
 ) -> DecodedAgain:
     """Trees by match that no exchange of one class's tree makes faster on the recorded texts.
 
     A tree changes the shares of other classes: after a short lookup chain that was right, the next
     match is a longer one. So trees that are not the fastest with given shares are tried as well.
     """
+    limits = recording.limits
     longest = min(limits.depth, limits.budget, recording.times.largest_size(), MAX_RUN)
     chains = [TokenTree(TokenTree.chain(n).parents, looks_up=True) for n in range(2, longest + 1)]
     # in an order that does not depend on hashes
@@ -140,9 +124,7 @@ def _with_trees_exchanged(
     return best
 
 
-def _with_rare_classes_solved(
-    recording: Recording, best: DecodedAgain, limits: Limits
-) -> DecodedAgain:
+def _with_rare_classes_solved(recording: Recording, best: DecodedAgain) -> DecodedAgain:
     """Trees by match in which a class that the texts hardly come upon is solved for its own counts.
 
     Recorded texts are short, and a long match is rare in them; a longer text has it often. So such
@@ -152,27 +134,28 @@ def _with_rare_classes_solved(
     problems = [
         counted if is_rare[c] else best.problems[c] for c, counted in enumerate(recording.problems)
     ]
-    decoded = replace(best, problems=problems)
-    solved = _solve_beside(decoded, recording.times, limits, MAX_WORK // 10)
+    solved = _solve_beside(recording, replace(best, problems=problems), MAX_WORK // 10)
     trees = tuple(solved.trees[c] if is_rare[c] else tree for c, tree in enumerate(best.trees))
     return replace(recording.decode(trees), problems=problems)
 
 
-def _solve_beside(
-    decoded: DecodedAgain, times: StepTime, limits: Limits, max_work: int
-) -> Portfolio:
+def _solve_beside(recording: Recording, decoded: DecodedAgain, max_work: int) -> Portfolio:
     """The fastest portfolio with the shares and the seconds to catch up of these trees."""
     return fastest_portfolio(
-        decoded.problems, decoded.shares, times, limits, decoded.trees, max_work
+        decoded.problems,
+        decoded.shares,
+        recording.times,
+        recording.limits,
+        decoded.trees,
+        max_work,
     )
 
 
-def _with_by_match(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -> TokenTree:
+def _with_by_match(trees: dict[int, TokenTree]) -> TokenTree:
     """The first tree, with the others in `by_match` where they differ from the one before."""
-    by_match: dict[int, TokenTree] = {}
-    last = trees[0]
-    for problem, tree in zip(problems[1:], trees[1:], strict=True):
-        if tree != last:
-            by_match[problem.match_length] = TokenTree(tree.parents, looks_up=tree.looks_up)
-        last = tree
+    by_match = {
+        length: TokenTree(tree.parents, looks_up=tree.looks_up)
+        for (_, before), (length, tree) in pairwise(trees.items())
+        if tree != before
+    }
     return TokenTree(trees[0].parents, by_match=by_match)

@@ -11,23 +11,15 @@ the spine's node on level J - 1: they cost as much, and their values (the probab
 are accepted) are known. What is left is a search among trees of J + 1 levels.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
-from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.speed.costs import NO_OTHER_STEPS, OtherSteps
-from sequoia_plan.planner.solving.speed.fastest import (
-    MAX_WORK,
-    FastestTree,
-    fastest_up_to_depth,
-    quick_bound,
-    with_speed,
-)
+from sequoia_plan.planner.solving.problem import FastestTree, SpeedProblem, proven_bound
+from sequoia_plan.planner.solving.speed.fastest import by_speed, search
 
 
 @dataclass(frozen=True)
@@ -114,15 +106,7 @@ def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail
     return FoldedTail(folded, tail_lengths, nums_drafted, branching)
 
 
-def fastest_looked_up_tree(
-    rows: Floats,
-    budget: int,
-    times: StepTime,
-    start: FastestTree,
-    max_work: int = MAX_WORK,
-    other_steps: OtherSteps = NO_OTHER_STEPS,
-    catch_up: Sequence[float] = (0.0,),
-) -> FastestTree:
+def fastest_looked_up_tree(problem: SpeedProblem, start: FastestTree) -> FastestTree:
     """Find the fastest tree whose spine is looked up, if it is faster than `start`.
 
         best = the faster one of `start` and the fastest chain
@@ -130,67 +114,60 @@ def fastest_looked_up_tree(
             best = max(best, branch and bound over all trees with at most J draft passes)
 
     Args:
-        rows: float64 [depth - 1, 2, branching], the probability that a node's child of each rank is
-            accepted, by the node's level and class (0: on the spine, 1: off it). Rank 1 of a node
-            on the spine is the looked-up token. Trees have at most `depth` levels.
-        budget: the most nodes of a tree, the root included.
-        times: the measured latencies.
+        problem: acceptance, limits and step times. Rank 1 of a node on the spine is the looked-up
+            token.
         start: a tree with its speed; it is returned if no tree is faster.
-        max_work: how many nodes and stairs of cost curves one search may look at.
-        other_steps: tokens and seconds of steps with other trees, which count as well.
-        catch_up: how many seconds a step takes longer if the draft may not have read 0, 1, 2, ...
-            of its tokens; the last one holds for more. It never decreases.
 
     Returns:
         The fastest tree, with a bound on the speed of `start` and of all trees with a looked-up
         spine.
     """
-    max_size = min(budget, times.largest_size())
+    times, max_levels, max_size = problem.times, len(problem.rows), problem.max_size
     best = start
-    score = partial(with_speed, rows=rows, times=times, other_steps=other_steps, catch_up=catch_up)
-    for depth in range(2, min(len(rows) + 1, max_size) + 1):
+    for depth in range(2, min(max_levels + 1, max_size) + 1):
         chain = TokenTree(TokenTree.chain(depth).parents, looks_up=True)
-        best = max(best, score(chain), key=lambda choice: choice.speed)
-    problems = []
-    for num_passes in _numbers_of_passes(len(rows), max_size, times):
-        max_tail = min(len(rows) - num_passes + 1, max_size - num_passes)
+        best = max(best, problem.evaluate(chain), key=by_speed)
+    candidates = []
+    for num_passes in _numbers_of_passes(problem):
+        max_tail = min(max_levels - num_passes + 1, max_size - num_passes)
         unread = [
             times.drafting.num_unread(num_passes + n, num_passes) for n in range(1, max_tail + 1)
         ]
-        seconds = np.array([catch_up[min(number, len(catch_up) - 1)] for number in unread])
+        seconds = np.array(problem.catch_up)[np.minimum(unread, len(problem.catch_up) - 1)]
         # Where one pass serves all levels, a search has trees of fewer levels that matter as well.
         least_depth = num_passes + 1 if times.drafting.drafts_by_level else 2
-        steps = other_steps._replace(seconds=other_steps.seconds + float(seconds[0]))
         # A tree faster than `start` is charged at least this much for its tail.
-        folded = fold_tail(rows, num_passes, start.speed * (seconds - seconds[0]))
-        speed_bound = quick_bound(folded.rows, least_depth, max_size, times, steps)
-        problems.append((speed_bound, num_passes, folded, steps))
-    bound = best.speed
-    for speed_bound, num_passes, folded, steps in sorted(problems, key=lambda item: -item[0]):
-        if speed_bound <= best.speed:
-            break
-        unfold = folded.unfold
-        result = fastest_up_to_depth(
-            num_passes + 1,
-            folded.rows,
-            max_size,
-            times,
-            best,
-            max_work,
-            steps,
-            lambda tree, unfold=unfold: score(unfold(tree)),  # type: ignore[misc]
+        folded = fold_tail(problem.rows, num_passes, start.speed * (seconds - seconds[0]))
+        part = replace(
+            problem,
+            rows=folded.rows,
+            other_seconds=problem.other_seconds + float(seconds[0]),
+            catch_up=(0.0,),
         )
-        best = max(best, result, key=lambda choice: choice.speed)
-        bound = max(bound, min(result.bound, speed_bound))
-    return FastestTree(best.tree, best.speed, max(bound, best.speed))
+        candidates.append((part.quick_bound(least_depth), folded, part))
+    bound = best.speed
+    for quick_bound, folded, part in sorted(candidates, key=lambda item: -item[0]):
+        if quick_bound <= best.speed:
+            break
+        best, searched_bound = search(part, best, partial(_evaluate_unfolded, problem, folded))
+        bound = max(bound, min(searched_bound, quick_bound))
+    return FastestTree(best.tree, best.speed, proven_bound(best.speed, bound))
 
 
-def _numbers_of_passes(max_level: int, max_size: int, times: StepTime) -> list[int]:
+def _evaluate_unfolded(problem: SpeedProblem, folded: FoldedTail, tree: TokenTree) -> FastestTree:
+    """The speed of the tree with a looked-up spine that a tree of a search stands for."""
+    return problem.evaluate(folded.unfold(tree))
+
+
+def _numbers_of_passes(problem: SpeedProblem) -> list[int]:
     """The numbers J of draft passes to search for."""
+    times, max_size = problem.times, problem.max_size
     drafting = times.drafting
-    deepest = min(max_level, max_size - 1, (drafting.max_depth or max_size) - 1)
-    first_widths = {J: drafting.first_pass_width(J + 1) for J in range(1, deepest + 1)}
-    seconds = {J: float(times.draft_seconds(width)) for J, width in first_widths.items()}
+    deepest = min(len(problem.rows), max_size - 1, (drafting.max_depth or max_size) - 1)
+    seconds = {
+        J: float(times.draft_seconds(drafting.first_pass_width(J + 1)))
+        for J in range(1, deepest + 1)
+    }
     measured = {J: time for J, time in seconds.items() if np.isfinite(time)}
     if drafting.drafts_by_level:
         return list(measured)

@@ -16,7 +16,7 @@ that the draft has to catch up with: recorded.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,13 +26,8 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree
-from sequoia_plan.planner.solving.speed.costs import OtherSteps
-from sequoia_plan.planner.solving.speed.fastest import (
-    MAX_WORK,
-    FastestTree,
-    fastest_tree,
-    quick_bound,
-)
+from sequoia_plan.planner.solving.problem import MAX_WORK, FastestTree, SpeedProblem
+from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 
 MAX_ASCENTS = 50
 """Rounds in which each class is solved once; five are usually enough."""
@@ -50,7 +45,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class MatchProblem:
-    """What is known of steps in one class of match."""
+    """What is known of steps in one class of match.
+
+    The seconds to catch up are as in `SpeedProblem`, of trees that are all drafted and of trees
+    with a looked-up spine.
+    """
 
     match_length: int
     drafted: Acceptance
@@ -74,6 +73,39 @@ class MatchProblem:
         """Expected tokens and seconds of a step with a tree."""
         tokens = expected_tokens(tree, self.acceptance(tree).rates)
         return tokens, times.step_seconds(tree) + self.catch_up_seconds(tree, times)
+
+    def fastest(
+        self,
+        limits: Limits,
+        times: StepTime,
+        present: FastestTree,
+        others: tuple[float, float],
+        max_work: int,
+    ) -> FastestTree:
+        """The fastest tree together with `others`, the tokens and seconds of the other classes."""
+        rows = self.drafted.at_depth(limits.drafted_depth, limits.branching)
+        drafted = SpeedProblem(rows, limits.budget, times, *others, self.catch_up, max_work)
+        best = fastest_tree(_promising(drafted, present.speed), present)
+        if self.looked_up is None or limits.depth == 1:
+            return best
+        rows = self.looked_up.at_depth(limits.depth, limits.branching)
+        looked_up = SpeedProblem(
+            rows, limits.budget, times, *others, self.looked_up_catch_up, max_work
+        )
+        looked_up_best = fastest_looked_up_tree(looked_up, best)
+        bound = max(best.bound, looked_up_best.bound)
+        return FastestTree(looked_up_best.tree, looked_up_best.speed, bound)
+
+
+def _promising(problem: SpeedProblem, speed: float) -> SpeedProblem:
+    """The problem without the levels that no tree of this speed has: a bound rules them out."""
+    num_levels = min(len(problem.rows), problem.max_size - 1)
+    while num_levels:
+        problem = replace(problem, rows=problem.rows[:num_levels])
+        if problem.quick_bound(num_levels + 1) > speed:
+            break
+        num_levels -= 1
+    return replace(problem, rows=problem.rows[:num_levels])
 
 
 @dataclass(frozen=True)
@@ -105,8 +137,8 @@ def fastest_portfolio(
     If no tree of class c makes more than S + d_c tokens a second with the others' trees, then for
     any tree T of the class F(T) - S t(T) exceeds that of its present tree by at most
     d_c (t(T) + t'). The sum of this over classes, each with its share, divided by the seconds of
-    a step, bounds what any trees make: S + max over c of d_c + sum over c of d_c w_c t' / plain,
-    where plain is the shortest step, without speculation.
+    a step, bounds what any trees make: S + max over c of d_c + sum over c of d_c w_c t' / shortest,
+    where the shortest step is the one without speculation.
 
     Args:
         problems: acceptance by class of match.
@@ -124,9 +156,8 @@ def fastest_portfolio(
         is_improved = False
         for c, problem in enumerate(problems):
             others = np.delete(shares, c) / shares[c] @ np.delete(figures, c, axis=0)
-            other_steps = OtherSteps(*others.tolist())
             present = FastestTree(trees[c], speed, speed)
-            best = _fastest_of_class(problem, times, limits, present, max_work, other_steps)
+            best = problem.fastest(limits, times, present, tuple(others.tolist()), max_work)
             excess[c] = max(0.0, best.bound - speed)
             if best.speed > speed * (1 + OPTIMALITY_TOLERANCE):
                 trees[c], is_improved = best.tree, True
@@ -136,7 +167,8 @@ def fastest_portfolio(
             break
     seconds = shares * figures[:, 1]
     other_seconds = seconds.sum() - seconds  # w_c t'
-    bound = speed + excess.max() + float(excess @ other_seconds) / times.plain_seconds()
+    shortest = times.step_seconds(TokenTree.chain(1))
+    bound = speed + excess.max() + float(excess @ other_seconds) / shortest
     return Portfolio(tuple(trees), speed, bound)
 
 
@@ -152,49 +184,3 @@ def tokens_per_second(shares: Floats, figures: Floats) -> float:
     """The speed of steps of all classes, float64 [classes], [classes, 2]."""
     tokens, seconds = shares @ figures
     return float(tokens / seconds)
-
-
-def _fastest_of_class(
-    problem: MatchProblem,
-    times: StepTime,
-    limits: Limits,
-    present: FastestTree,
-    max_work: int,
-    other_steps: OtherSteps,
-) -> FastestTree:
-    """The fastest tree of one class of match together with the other classes' steps."""
-    rows = problem.drafted.at_depth(limits.drafted_depth, limits.branching)
-    best = fastest_tree(
-        _promising_levels(rows, limits.budget, times, present, other_steps),
-        limits.budget,
-        times,
-        max_work,
-        other_steps,
-        present,
-        problem.catch_up,
-    )
-    bound = best.bound
-    if problem.looked_up is not None and limits.depth > 1:
-        rows = problem.looked_up.at_depth(limits.depth, limits.branching)
-        best = fastest_looked_up_tree(
-            rows, limits.budget, times, best, max_work, other_steps, problem.looked_up_catch_up
-        )
-        bound = max(bound, best.bound)
-    return FastestTree(best.tree, best.speed, bound)
-
-
-def _promising_levels(
-    rows: Floats, budget: int, times: StepTime, present: FastestTree, other_steps: OtherSteps
-) -> Floats:
-    """The rows of the levels that a tree faster than the present one may have.
-
-    A tree with more levels is slower by a bound that takes no search. `rows` float64 [levels,
-    classes, branching].
-    """
-    max_size = min(budget, times.largest_size())
-    for num_levels in range(min(len(rows), max_size - 1), 0, -1):
-        shallow_rows = rows[:num_levels]
-        bound = quick_bound(shallow_rows, num_levels + 1, max_size, times, other_steps)
-        if bound > present.speed:
-            return shallow_rows
-    return rows[:0]

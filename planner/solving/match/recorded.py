@@ -12,13 +12,14 @@ all prompts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
 from sequoia_plan.artifacts.acceptance import rounded
-from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
+from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.match.acceptance import (
@@ -27,6 +28,7 @@ from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_as_visited,
 )
 from sequoia_plan.planner.solving.match.portfolio import (
+    Limits,
     MatchProblem,
     step_figures,
     tokens_per_second,
@@ -40,14 +42,13 @@ MAX_UNREAD = 64
 """Tokens that the draft may leave unread; it then reads them in any case."""
 
 
-def match_problems(profile: Profile) -> list[MatchProblem]:
+def match_problems(profile: Profile, lookup: LookupCounts) -> list[MatchProblem]:
     """What a profile counted of each class of match.
 
     A class with too few counts of looked-up tokens has those of the class before it.
     """
-    assert profile.lookup is not None
     problems: list[MatchProblem] = []
-    for match_class in profile.lookup.classes:
+    for match_class in lookup.classes:
         drafted = drafted_acceptance(profile, match_class)
         looked_up = None
         if match_class.match_length > 0:
@@ -72,26 +73,28 @@ class DecodedAgain:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a profile recorded for decoding again on paper: one text at least."""
+    """What trees by match are solved for: texts to decode again on paper (one at least), what was
+    counted of each class of match, the step times, and what trees may be."""
 
     texts: Sequence[RecordedText]
     problems: Sequence[MatchProblem]
     times: StepTime
+    limits: Limits
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
         """Decode the recorded texts again with the tree of each class of match."""
         pairs = zip(self.problems, trees, strict=True)
         result = replay(self.texts, trees, [problem.acceptance(tree) for problem, tree in pairs])
+        seconds_before = _catch_up_seconds(trees, self.times)
         problems = []
         for c, problem in enumerate(self.problems):
             visits = result.visits_by_run[c]
-            catch_up = _catch_up(result.transitions[c], trees, self.times)
-            looked_up = problem.looked_up and looked_up_as_visited(problem.looked_up, visits)
+            catch_up = seconds_before @ _as_shares(result.transitions[c])
             problems.append(
                 replace(
                     problem,
-                    looked_up=looked_up,
-                    catch_up=catch_up,
+                    looked_up=problem.looked_up and looked_up_as_visited(problem.looked_up, visits),
+                    catch_up=tuple(catch_up.tolist()),
                     looked_up_catch_up=_looked_up_catch_up(catch_up, visits),
                 )
             )
@@ -103,29 +106,38 @@ class Recording:
         return DecodedAgain(trees, shares, problems, speed, result.tokens_per_step)
 
 
-def _catch_up(
-    steps_after: Floats, trees: Sequence[TokenTree], times: StepTime
-) -> tuple[float, ...]:
-    """How many seconds the draft takes on average to catch up if 0, 1, 2, ... tokens are unread.
+def recorded(profile: Profile, limits: Limits) -> Recording | None:
+    """What a profile with latencies recorded; None without a text. Its step times look up."""
+    lookup = profile.lookup
+    if not lookup or not profile.latency:
+        return None
+    texts = recorded_texts(chain.from_iterable(lookup.texts.values()), lookup.match_lengths)
+    times = StepTime(profile.latency, profile.drafting, looks_up=True)
+    return Recording(texts, match_problems(profile, lookup), times, limits) if texts else None
 
-    `steps_after` float64 [classes].
+
+def _catch_up_seconds(trees: Sequence[TokenTree], times: StepTime) -> Floats:
+    """Seconds in which the draft catches up with 0, 1, 2, ... unread tokens before each tree.
+
+    Returns float64 [MAX_UNREAD + 1, trees].
     """
-    seconds = [
-        [times.catch_up_seconds(num_unread, tree) for tree in trees]
-        for num_unread in range(MAX_UNREAD + 1)
-    ]
-    return tuple((np.array(seconds) @ _as_shares(steps_after)).tolist())
+    all_passes = [tree.num_drafted_levels for tree in trees]
+    seconds = {
+        num_passes: [times.catch_up_seconds(n, num_passes) for n in range(MAX_UNREAD + 1)]
+        for num_passes in set(all_passes)
+    }
+    return np.array([seconds[num_passes] for num_passes in all_passes]).T
 
 
-def _looked_up_catch_up(catch_up: Sequence[float], visits_by_run: Floats) -> tuple[float, ...]:
+def _looked_up_catch_up(catch_up: Floats, visits_by_run: Floats) -> tuple[float, ...]:
     """How many seconds the draft takes on average to catch up if 0, 1, 2, ... tokens are looked up.
 
     A step whose next r tokens are those of the lookup chain accepts r + 1 nodes at most.
-    `visits_by_run` float64 [runs].
+    `catch_up` float64 [unread tokens]; `visits_by_run` float64 [runs].
     """
     num_accepted = np.arange(1, len(visits_by_run) + 1)
     num_unread = np.minimum.outer(np.arange(len(catch_up)), num_accepted)
-    return tuple((np.array(catch_up)[num_unread] @ _as_shares(visits_by_run)).tolist())
+    return tuple((catch_up[num_unread] @ _as_shares(visits_by_run)).tolist())
 
 
 def _as_shares(counts: Floats) -> Floats:
@@ -138,19 +150,21 @@ def figures_by_kind(profile: Profile, tree: TokenTree, recording: Recording) -> 
     """What a plan promises over plain decoding by text and kind, and tokens a step by kind."""
     text_speedups: dict[str, tuple[float, ...]] = {}
     tokens_by_kind: dict[str, float] = {}
-    lookup = profile.lookup
-    assert lookup is not None
-    trees = tuple(tree.for_match(problem.match_length) for problem in recording.problems)
+    lengths = [problem.match_length for problem in recording.problems]
+    trees = tuple(map(tree.for_match, lengths))
     plain_seconds = recording.times.plain_seconds()
 
     def decode(texts: tuple[str, ...], ratios: Floats) -> DecodedAgain | None:
         """Decode texts again with these ratios; None if they are empty."""
-        recorded = recorded_texts(LookupCounts(lookup.classes, {ALL_KINDS: texts}))
-        problems = [_for_kind(problem, ratios) for problem in recording.problems]
-        return Recording(recorded, problems, recording.times).decode(trees) if recorded else None
+        of_kind = replace(
+            recording,
+            texts=recorded_texts(texts, lengths),
+            problems=[_for_kind(problem, ratios) for problem in recording.problems],
+        )
+        return of_kind.decode(trees) if of_kind.texts else None
 
     for kind, (ratios, ratios_of_prompts) in ratios_by_kind(profile).items():
-        texts = lookup.texts.get(kind, ())
+        texts = profile.lookup.texts.get(kind, ()) if profile.lookup else ()
         if together := decode(texts, ratios):
             # a step yields a token at least, and less is rounding
             tokens_by_kind[kind] = max(1.0, together.tokens_per_step)

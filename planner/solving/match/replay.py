@@ -11,7 +11,7 @@ once: it carries the probability that a step begins at each position.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numba
@@ -20,7 +20,7 @@ import numpy as np
 from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.artifacts.expected_tokens import child_probabilities
-from sequoia_plan.artifacts.lookup import LookupCounts, class_of, read_positions
+from sequoia_plan.artifacts.lookup import class_of, read_positions
 
 MAX_RUN = 64
 """Longer runs need not be told apart: no looked-up spine is longer."""
@@ -48,17 +48,15 @@ class RecordedText(NamedTuple):
     runs: Ints
 
 
-def recorded_texts(lookup: LookupCounts) -> list[RecordedText]:
-    """The recorded texts of all kinds of prompts that are not empty."""
-    texts = []
-    for text in itertools.chain.from_iterable(lookup.texts.values()):
-        positions = list(read_positions(text))
+def recorded_texts(texts: Iterable[str], match_lengths: Sequence[int]) -> list[RecordedText]:
+    """The texts that are not empty, as `LookupCounts` records them, with classes of match."""
+    recorded = []
+    for positions in map(list, map(read_positions, texts)):
         if positions:
-            lengths = lookup.match_lengths
-            classes = [class_of(position.match_length, lengths) for position in positions]
+            classes = [class_of(position.match_length, match_lengths) for position in positions]
             runs = [min(position.run, MAX_RUN) for position in positions]
-            texts.append(RecordedText(np.array(classes), np.array(runs)))
-    return texts
+            recorded.append(RecordedText(np.array(classes), np.array(runs)))
+    return recorded
 
 
 def replay(
@@ -83,14 +81,9 @@ def replay(
     tables = [
         advance_table(tree, acceptance) for tree, acceptance in zip(trees, acceptances, strict=True)
     ]
-    longest = max(tree.depth for tree in trees)
-    last_rows = [np.minimum(np.arange(MAX_RUN + 1), len(table) - 1) for table in tables]
-    advances = np.array(
-        [
-            np.pad(table, ((0, 0), (0, longest - table.shape[1])))[rows]
-            for table, rows in zip(tables, last_rows, strict=True)
-        ]
-    )
+    advances = np.zeros((len(trees), MAX_RUN + 1, max(tree.depth for tree in trees)))
+    for table, of_class in zip(tables, advances, strict=True):
+        of_class[:, : table.shape[1]] = table[np.minimum(np.arange(MAX_RUN + 1), len(table) - 1)]
     num_tokens, transitions = 0.0, np.zeros((len(trees) + 1, len(trees)))
     visits_by_run = np.zeros((len(trees), MAX_RUN + 1))
     for classes, runs in texts:
@@ -134,35 +127,21 @@ def advance_table(tree: TokenTree, acceptance: Acceptance) -> Floats:
     row also for more. A tree that does not look up has one row.
     """
     probabilities = np.append(1.0, child_probabilities(tree, acceptance.rates))
-    if not tree.looks_up:
-        return _step_lengths(tree, probabilities)[None]
-    spine = np.flatnonzero(tree.classes == 0)
-    rows = []
-    on_spine = tree.classes[tree.parents] == 0  # whether the parent is
-    on_spine[0] = False
-    for run in range(len(spine)):
-        given_run = probabilities.copy()
-        # The looked-up tokens of the run are accepted, and the next one is rejected.
-        rejected = 1 - probabilities[spine[run + 1]] if run + 1 < len(spine) else 0.0
-        siblings = on_spine & (tree.parents == spine[run])
-        given_run[on_spine] = 0.0
-        if rejected > 0:
-            given_run[siblings] = np.minimum(1.0, probabilities[siblings] / rejected)
-        given_run[spine] = np.arange(len(spine)) <= run
-        rows.append(_step_lengths(tree, given_run))
-    return np.array(rows)
-
-
-def _step_lengths(tree: TokenTree, probabilities: Floats) -> Floats:
-    """The probability that a step is 1, 2, ... tokens long, float64 [depth].
-
-    `probabilities` float64 [size].
-    """
-    reached = probabilities.copy()
-    for start, stop in zip(tree.level_offsets[1:-1], tree.level_offsets[2:], strict=True):
-        reached[start:stop] *= reached[tree.parents[start:stop]]
-    ended = reached.copy()  # at each node: accepted, and none of its children is
-    np.subtract.at(ended, tree.parents[1:], reached[1:])
-    lengths = np.bincount(tree.position_ids, weights=np.maximum(ended, 0.0), minlength=tree.depth)
-    result: Floats = lengths / lengths.sum()
-    return result
+    reached = probabilities[None].copy()
+    if tree.looks_up:
+        spine, siblings = tree.classes == 0, (tree.classes == 1) & (tree.classes[tree.parents] == 0)
+        # In each row, the looked-up tokens of the run are accepted, and the next one is rejected.
+        runs = np.arange(spine.sum())[:, None]
+        rejected = 1 - np.append(probabilities[spine][1:], 1.0)
+        levels = tree.position_ids[siblings] - 1
+        given_rejected = probabilities[siblings] / np.maximum(rejected[levels], 1e-300)
+        given_rejected = np.where(rejected[levels] > 0, np.minimum(1.0, given_rejected), 0.0)
+        reached = np.tile(probabilities, (len(runs), 1))
+        reached[:, spine] = runs >= runs.T
+        reached[:, siblings] = (runs == levels) * given_rejected
+    for start, stop in itertools.pairwise(tree.level_offsets[1:].tolist()):
+        reached[:, start:stop] *= reached[:, tree.parents[start:stop]]
+    # at most one node of a level is accepted, so a step has a token of the level that often
+    at_least = np.add.reduceat(reached, tree.level_offsets[:-1], axis=1)
+    lengths: Floats = np.maximum(0.0, -np.diff(at_least, append=0.0))
+    return lengths / lengths.sum(1, keepdims=True)

@@ -8,16 +8,13 @@ favour the spine, best-first search within the box's widths finds its best tree 
 the box is closed as well.
 """
 
-from typing import NamedTuple
-
 import numba
 import numpy as np
 
-from sequoia_plan.artifacts.counts import Ints
 from sequoia_plan.planner.solving.speed.costs import (
     cost_curve,
     fastest_prefix,
-    max_profit,
+    stair_of,
     work_seconds,
 )
 from sequoia_plan.planner.solving.speed.relaxation import Box, RelaxedTree, optimise_prices
@@ -38,18 +35,8 @@ TOLERANCE = 1e-10
 """A box is closed when none of its trees is faster than the best one by more than this share."""
 
 
-class SearchResult(NamedTuple):
-    """The fastest tree that a search has found, and the speed that no tree exceeds.
-
-    `parents` int64 [size], empty if no tree is faster than the one known before.
-    """
-
-    parents: Ints
-    bound: float
-
-
 @numba.njit(cache=True)
-def search(problem, speed, max_work):
+def find_fastest(search, speed, max_work):
     """Find the fastest tree of two nodes or more that is faster than `speed`, with a bound.
 
         open = {the box of all trees}
@@ -60,17 +47,19 @@ def search(problem, speed, max_work):
             else: split the box in two
 
     `max_work` is how many nodes and stairs of cost curves the search may look at. When it stops
-    there, the bound is the largest of those of the open boxes.
+    there, the bound is the largest of those of the open boxes. Returns the parents, int64 [size],
+    empty if no tree is faster than `speed`, and the speed that no tree exceeds.
     """
-    costs, num_nodes = problem.costs, len(problem.nodes.values)
+    costs, num_nodes = search.costs, len(search.nodes.values)
     # Level 0, the root's, has no limit of its own: resource 0 is the nodes of the tree.
-    num_resources = len(problem.rows)
+    num_resources = len(search.rows)
     max_boxes = min(MAX_BOXES, 2 + 4_000_000 // num_resources)
-    low, high = np.zeros((2, max_boxes, num_resources), np.int64)
+    low = np.zeros((max_boxes, num_resources), np.int64)
+    high = np.zeros((max_boxes, num_resources), np.int64)
     # The prices and the share that `bound_gain` starts from in each box: those of the box that it
     # was part of.
     prices, shares = np.zeros((max_boxes, num_resources)), np.zeros(max_boxes)
-    set_first_box(problem, low[0], high[0], prices[0], speed)
+    set_first_box(search, low[0], high[0], prices[0], speed)
     tree = RelaxedTree(
         np.zeros(num_resources, np.int64),
         np.zeros(num_resources, np.int64),
@@ -80,22 +69,21 @@ def search(problem, speed, max_work):
     work_per_step = num_nodes + num_resources * len(costs.draft_stair_ends)
     best_parents = np.empty(0, np.int64)
     unsettled_bound = 0.0  # the largest bound of the boxes that are neither closed nor split
-    # A heap of [bound, index of the box, 0]: entries of `heap_push` have three numbers.
-    open_boxes = np.empty((max_boxes + 1, 3))
-    heap_push(open_boxes, 0, np.inf, 0.0, 0.0)
+    # A heap of the open boxes by their bounds.
+    open_bounds, open_boxes = np.full(max_boxes, np.inf), np.zeros(max_boxes, np.int64)
     num_open = num_boxes = 1
     work = 0
-    while num_open > 0 and open_boxes[0, 0] > speed * (1 + TOLERANCE):
-        bound, b = open_boxes[0, 0], int(open_boxes[0, 1])
-        if work > max_work or num_boxes + 2 > max_boxes:
+    while num_open > 0 and open_bounds[0] > speed * (1 + TOLERANCE):
+        bound, b = open_bounds[0], open_boxes[0]
+        if work > max_work or num_boxes == max_boxes:
             unsettled_bound = max(unsettled_bound, bound)
             break
-        heap_pop(open_boxes, num_open)
+        heap_pop(open_bounds, open_boxes, num_open)
         num_open -= 1
         box = Box(low[b], high[b])
         goal = speed * (1 + TOLERANCE)
-        steps = ROOT_STEPS if b == 0 else STEPS
-        gain, tokens, share = bound_gain(problem, box, prices[b], goal, shares[b], steps, tree)
+        steps = ROOT_STEPS if work == 0 else STEPS
+        gain, tokens, share = bound_gain(search, box, prices[b], goal, shares[b], steps, tree)
         work += steps * work_per_step + 10 * max_size
         if gain <= 0:
             continue  # no tree in the box makes more than `goal` tokens a second
@@ -105,72 +93,68 @@ def search(problem, speed, max_work):
             speed = tokens / relaxed_seconds
             best_parents = tree.parents[: tree.use[0]].copy()
         rate = goal * (1 - share)  # expected tokens that a second of work is charged
-        tighten_box(costs, box, prices[b], rate, tree.profitable_use, gain)
-        resource, cut = choose_cut(costs, box, prices[b], rate, tree, problem.is_ordered)
+        resource, cut = choose_cut(costs, box, prices[b], rate, tree, search.is_ordered)
         is_settled = resource < 0
         parents, _, levels = most_valuable_nodes_within(
-            problem.smoothed_rows, max_size, width_limits(costs, box, tree, is_settled)
+            search.smoothed_rows, max_size, width_limits(costs, box, tree, is_settled)
         )
-        prefix_speed, prefix_size = fastest_prefix(parents, levels, problem.rows, costs)
+        prefix_speed, prefix_size = fastest_prefix(parents, levels, search.rows, costs)
         if prefix_speed > speed:
             speed, best_parents = prefix_speed, parents[:prefix_size].copy()
         if bound <= speed * (1 + TOLERANCE):
             continue
         if not is_settled:
-            split_box(low, high, b, num_boxes, resource, cut)
-            for part in (num_boxes, num_boxes + 1):
-                prices[part], shares[part] = prices[b], share
-                heap_push(open_boxes, num_open, bound, float(part), 0.0)
+            split_box(low, high, prices, b, num_boxes, resource, cut)
+            shares[b] = shares[num_boxes] = share
+            for part in (b, num_boxes):
+                heap_push(open_bounds, open_boxes, num_open, bound, part)
                 num_open += 1
-            num_boxes += 2
-        elif not problem.is_ordered:
+            num_boxes += 1
+        elif not search.is_ordered:
             # The best tree of the box may be a different one, so its bound stays, as small as
             # more steps can make it.
-            goal = speed * (1 + TOLERANCE)
-            gain, _, _ = bound_gain(problem, box, prices[b], goal, share, ROOT_STEPS, tree)
-            work += ROOT_STEPS * num_nodes
+            goal, steps = speed * (1 + TOLERANCE), max(steps, ROOT_STEPS)
+            gain, _, _ = bound_gain(search, box, prices[b], goal, share, steps, tree)
+            work += steps * num_nodes
             box_bound = speed_bound(costs, box, goal, max(0.0, gain))
             unsettled_bound = max(unsettled_bound, min(bound, box_bound))
-    return SearchResult(best_parents, max(speed * (1 + TOLERANCE), unsettled_bound))
+    return best_parents, max(speed * (1 + TOLERANCE), unsettled_bound)
 
 
 @numba.njit(cache=True)
-def set_first_box(problem, low, high, prices, speed):
+def set_first_box(search, low, high, prices, speed):
     """Write the box of all trees of two nodes or more, and its prices; all [resources]."""
-    costs = problem.costs
+    costs = search.costs
     widest = costs.draft_stair_ends[-1]  # most nodes with children on one level that was measured
-    low[0], high[0], prices[0] = 2, costs.target_stair_ends[-1], problem.floor
+    low[0], high[0], prices[0] = 2, costs.target_stair_ends[-1], search.floor
     for level in range(1, len(prices)):
         high[level] = widest
         # Nodes on the last candidate level have no children to pay for. Above it, a parent pays its
         # share of the widest draft pass, at `speed` tokens a second.
-        if level < problem.nodes.levels[-1]:
+        if level < search.nodes.levels[-1]:
             prices[level] = speed * costs.draft[widest] / widest
 
 
 @numba.njit(cache=True)
-def bound_gain(problem, box, prices, goal, share, steps, tree):
+def bound_gain(search, box, prices, goal, share, steps, tree):
     """Bound the gain F - goal * step of the trees in a box, whatever limits their step.
 
     Returns the bound, the expected tokens of the tree behind it, and the share of the step that
     `min_step_seconds` was given. `prices` float64 [resources].
     """
-    costs = problem.costs
-    # If the work is the longer time for every tree in the box, the share 0 is enough.
-    if work_seconds(costs, box.low) >= costs.min_step_seconds:
-        gain, tokens = optimise_prices(problem, box, prices, goal, 0.0, steps, tree)
-        return gain, tokens, 0.0
-    low, high = 0.0, 1.0
-    gain, tokens = optimise_prices(problem, box, prices, goal, share, steps, tree)
-    for _ in range(MAX_SHARES):
-        if gain <= 0:
-            break
-        if work_seconds(costs, tree.use) < costs.min_step_seconds:
-            low = share
-        else:
-            high = share
-        share = (low + high) / 2
-        gain, tokens = optimise_prices(problem, box, prices, goal, share, STEPS, tree)
+    low, high, gain, tokens = 0.0, 1.0, 0.0, 0.0
+    if work_seconds(search.costs, box.low) >= search.costs.min_step_seconds:
+        share = high = 0.0  # the work is the longer time for every tree in the box
+    for attempt in range(1 + MAX_SHARES):
+        if attempt > 0:
+            if gain <= 0 or high == 0:
+                break
+            if work_seconds(search.costs, tree.use) < search.costs.min_step_seconds:
+                low = share
+            else:
+                high = share
+            share, steps = (low + high) / 2, min(steps, STEPS)
+        gain, tokens = optimise_prices(search, box, prices, goal, share, steps, tree)
     return gain, tokens, share
 
 
@@ -182,35 +166,6 @@ def speed_bound(costs, box, goal, gain):
     the step takes at least `min_step_seconds` and at least the least work of the box.
     """
     return goal + gain / max(costs.min_step_seconds, work_seconds(costs, box.low))
-
-
-@numba.njit(cache=True)
-def tighten_box(costs, box, prices, rate, profitable_use, gain):
-    """Cut off both ends of each interval of a box, in place, where no tree can be faster.
-
-    The bound on the gain of a box is a sum that contains, for each resource, its largest profit
-    price * use - rate * cost[use] over its interval. Uses with so small a profit that the bound
-    would not be above 0 are cut off, one stair (a range of uses with a straight cost) at a time.
-    `prices` float64 [resources]; `profitable_use` int64 [resources].
-    """
-    for r in range(len(prices)):
-        cost, stair_ends = cost_curve(costs, r)
-        use = profitable_use[r]
-        # With this profit of resource r in place of its largest one, the bound is 0.
-        needed_profit = prices[r] * use - rate * cost[use] - gain
-        while box.low[r] < box.high[r]:  # cut off the lowest stair, or the use 0
-            end = 0
-            if box.low[r] > 0:
-                end = min(box.high[r], stair_ends[np.searchsorted(stair_ends, box.low[r])])
-            if max_profit(costs, r, prices[r], rate, box.low[r], end)[0] > needed_profit:
-                break
-            box.low[r] = min(end + 1, box.high[r])
-        while box.low[r] < box.high[r]:  # cut off the highest stair
-            stair = np.searchsorted(stair_ends, box.high[r])
-            start = max(box.low[r], stair_ends[stair - 1] + 1 if stair > 0 else 1)
-            if max_profit(costs, r, prices[r], rate, start, box.high[r])[0] > needed_profit:
-                break
-            box.high[r] = max(start - 1, box.low[r])
 
 
 @numba.njit(cache=True)
@@ -247,7 +202,7 @@ def cut_point(cost, stair_ends, use, low, high):
     """
     if low == 0 < high:
         return 0  # to use nothing of the resource is a part of its own
-    stair = np.searchsorted(stair_ends, use)
+    stair = stair_of(stair_ends, use)
     if stair_ends[stair] < high:
         return stair_ends[stair]
     if stair > 0 and stair_ends[stair - 1] >= low:
@@ -256,20 +211,20 @@ def cut_point(cost, stair_ends, use, low, high):
 
 
 @numba.njit(cache=True)
-def split_box(low, high, box, first_part, resource, cut):
-    """Split a box in two, which become boxes `first_part` and `first_part + 1`.
+def split_box(low, high, prices, box, part, resource, cut):
+    """Split a box in two: it keeps the uses up to `cut`, and the box `part` has the others.
 
-    `low`, `high` int64 [boxes, resources].
+    `low`, `high` int64 [boxes, resources]; `prices` float64 [boxes, resources].
     """
-    second_part = first_part + 1
-    for part in (first_part, second_part):
-        low[part], high[part] = low[box], high[box]
-    high[first_part, resource] = cut
-    low[second_part, resource] = cut + 1
-    # If a level has no parents, no deeper level has any; if it has some, so has every level above.
-    if cut == 0:
-        high[first_part, max(1, resource + 1) :] = 0
-    low[second_part, 1:resource] = np.maximum(1, low[second_part, 1:resource])
+    for r in range(low.shape[1]):
+        low[part, r], high[part, r], prices[part, r] = low[box, r], high[box, r], prices[box, r]
+        # If a level has no parents, no deeper level has any; if it has some, so has every one above
+        if cut == 0 and r > resource:
+            high[box, r] = 0
+        if 0 < r < resource:
+            low[part, r] = max(1, low[part, r])
+    high[box, resource] = cut
+    low[part, resource] = cut + 1
 
 
 @numba.njit(cache=True)
@@ -281,6 +236,6 @@ def width_limits(costs, box, tree, is_settled):
         if not is_settled:
             limits[level] = min(tree.use[level], box.high[level])
             if limits[level] > 0:  # as wide as a draft pass of this cost may be
-                stair = np.searchsorted(costs.draft_stair_ends, limits[level])
+                stair = stair_of(costs.draft_stair_ends, limits[level])
                 limits[level] = costs.draft_stair_ends[stair]
     return limits

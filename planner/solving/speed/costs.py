@@ -6,27 +6,15 @@ import numba
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats, Ints
-from sequoia_plan.artifacts.step_time import StepTime
-
-
-class OtherSteps(NamedTuple):
-    """Steps with other trees that come with each step of the tree that is solved for.
-
-    The speed of a tree is then (F + tokens) / (step + seconds).
-    """
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-
-NO_OTHER_STEPS = OtherSteps()
+from sequoia_plan.planner.solving.problem import SpeedProblem
 
 
 class Costs(NamedTuple):
     """Seconds of a step: max(min_step_seconds, target[nodes] + sum of draft[width] + constant).
 
-    A curve is a staircase, or a staircase and a straight line together. Its stair ends are the last
-    numbers of its stairs. `target`, `draft` float64 [max_size + 1].
+    A pass over n tokens takes as long as one of the next measured size, so its time by n is a
+    staircase, to which verification may add a straight line. The stair ends are the numbers n after
+    which the staircase rises, and the last n. `target`, `draft` float64 [max_size + 1].
     """
 
     target: Floats
@@ -38,33 +26,39 @@ class Costs(NamedTuple):
     other_tokens: float
 
 
-def cost_tables(
-    times: StepTime, max_size: int, depth: int, other_steps: OtherSteps = NO_OTHER_STEPS
-) -> Costs:
-    """Return the seconds of a step whose first draft pass is that of a tree of `depth` levels."""
-    numbers = np.arange(max_size + 1)
-    target = times.target_seconds(numbers) + times.verification_seconds(numbers)
-    draft = np.zeros(max_size + 1)
+def cost_tables(problem: SpeedProblem) -> Costs:
+    """Return the seconds of a step whose first draft pass is that of the problem's depth."""
+    times, numbers = problem.times, np.arange(problem.max_size + 1)
+    passes = times.target_seconds(numbers)
+    draft = np.zeros(len(numbers))
     if times.drafting.drafts_by_level:
         draft[1:] = times.draft_seconds(numbers[1:])
     widest = int(np.flatnonzero(np.isfinite(draft))[-1])  # beyond it nothing was measured: inf
-    first_pass_width = times.drafting.first_pass_width(depth)
-    constant = times.draft_seconds(first_pass_width) + times.latency.overhead
+    first_pass = times.draft_seconds(times.drafting.first_pass_width(len(problem.rows) + 1))
     # The longer of two times, each with the same seconds added, is the longer one with these added.
     return Costs(
-        target,
-        _stair_ends(times.target_seconds(numbers)),
+        passes + times.verification_seconds(numbers),
+        _stair_ends(passes),
         draft,
         _stair_ends(draft[: widest + 1]),
-        constant + other_steps.seconds,
-        times.stream_seconds + other_steps.seconds,
-        other_steps.tokens,
+        first_pass + times.latency.overhead + problem.other_seconds,
+        times.stream_seconds + problem.other_seconds,
+        problem.other_tokens,
     )
 
 
 def _stair_ends(cost: Floats) -> Ints:
     """Return the numbers of nodes, from 1 on, after which the cost rises, and the last number."""
     return np.append(np.flatnonzero(np.diff(cost[1:]) > 0) + 1, len(cost) - 1)
+
+
+@numba.njit(cache=True)
+def stair_of(stair_ends, number):
+    """Return the index of the stair that holds a number of nodes, at most the last stair end."""
+    stair = 0
+    while stair_ends[stair] < number:
+        stair += 1
+    return stair
 
 
 @numba.njit(cache=True)

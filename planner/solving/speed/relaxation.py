@@ -42,13 +42,12 @@ class CandidateNodes(NamedTuple):
     num_children: Ints
 
 
-class Problem(NamedTuple):
+class Search(NamedTuple):
     """What a search is given.
 
     `rows` float64 [levels, classes, ranks], the acceptance; `smoothed_rows`, the closest ones that
-    never increase with rank; `nodes`, all nodes of a value above `floor`; `is_ordered`, whether
-    no row increases and the rows favour the spine, so that no sibling adds more to a tree than an
-    earlier one, and best-first search within limits of width finds the best tree of every size.
+    never increase with rank; `nodes`, all nodes of a value above `floor`; `is_ordered`, as of a
+    `SpeedProblem`: best-first search within limits of width then finds the best tree of every size.
     """
 
     rows: Floats
@@ -103,13 +102,13 @@ def candidate_nodes(rows: Floats, floor: float) -> CandidateNodes:
 
 
 @numba.njit(cache=True)
-def choose_children(problem, box, prices):
+def choose_children(search, box, prices):
     """Choose the children of each node so that its subtree has the largest gain, leaves first.
 
     `prices` float64 [resources]; returns the gain of the tree without the root's own value and
     price, and the number of children of each node.
     """
-    values, levels, first_child, num_candidates = problem.nodes
+    values, levels, first_child, num_candidates = search.nodes
     gains, num_children = np.zeros(len(values)), np.zeros(len(values), np.int64)
     for node in range(len(values) - 1, -1, -1):
         level = levels[node]
@@ -121,7 +120,7 @@ def choose_children(problem, box, prices):
         for rank in range(num_candidates[node]):
             child = first_child[node] + rank
             gain = values[child] - prices[0] + gains[child]
-            if problem.is_ordered and gain <= 0:
+            if search.is_ordered and gain <= 0:
                 break
             total_gain += gain
             if total_gain > max_gain:
@@ -131,14 +130,14 @@ def choose_children(problem, box, prices):
 
 
 @numba.njit(cache=True)
-def relax(problem, box, prices, rate, share, tree):
+def relax(search, box, prices, rate, share, tree):
     """Bound the gain F - rate * step of the trees in a box, for the given prices.
 
     `prices` float64 [resources]; returns the bound, and the expected tokens of the tree behind it.
     """
-    nodes, costs = problem.nodes, problem.costs
+    nodes, costs = search.nodes, search.costs
     work_rate = rate * (1 - share)
-    gain, num_children = choose_children(problem, box, prices)
+    gain, num_children = choose_children(search, box, prices)
     tree.use[:] = 0
     tree.use[0], tree.parents[0] = 1, -1
     # The tree is walked breadth-first: taken_nodes[i] is the candidate that is its node i.
@@ -166,7 +165,7 @@ def relax(problem, box, prices, rate, share, tree):
 
 
 @numba.njit(cache=True)
-def optimise_prices(problem, box, prices, rate, share, steps, tree):
+def optimise_prices(search, box, prices, rate, share, steps, tree):
     """Move `prices`, in place, to where the bound of `relax` is smaller, and return what it does.
 
         repeat at most `steps` times:
@@ -181,19 +180,20 @@ def optimise_prices(problem, box, prices, rate, share, steps, tree):
     trial = prices.copy()
     min_bound, step_fraction, idle_steps = np.inf, 1.0, 0
     for _ in range(steps):
-        bound, _ = relax(problem, box, trial, rate, share, tree)
-        if bound < min_bound:
-            min_bound, idle_steps = bound, 0
-            prices[:] = trial
-        else:
-            idle_steps += 1
-        difference = tree.profitable_use - tree.use
-        squared_norm = (difference**2).sum()
+        bound, _ = relax(search, box, trial, rate, share, tree)
+        idle_steps += 1
+        squared_norm = 0.0
+        for r in range(len(trial)):
+            squared_norm += (tree.profitable_use[r] - tree.use[r]) ** 2
+            if bound < min_bound:
+                prices[r], idle_steps = trial[r], 0
+        min_bound = min(min_bound, bound)
         if bound <= 0 or squared_norm == 0:
             break
         if idle_steps == PATIENCE:
             step_fraction, idle_steps = step_fraction / 2, 0
-        trial -= step_fraction * bound / squared_norm * difference
-        trial[:] = np.maximum(trial, 0.0)
-        trial[0] = max(problem.floor, trial[0])
-    return relax(problem, box, prices, rate, share, tree)
+        for r in range(len(trial)):
+            difference = tree.profitable_use[r] - tree.use[r]
+            least = search.floor if r == 0 else 0.0
+            trial[r] = max(least, trial[r] - step_fraction * bound / squared_norm * difference)
+    return relax(search, box, prices, rate, share, tree)

@@ -34,18 +34,18 @@ def favours_spine(rows: Floats) -> bool:
     return bool((cumulative[1:, 0] >= cumulative[1:, -1]).all())
 
 
-def sort_by_value(rows: Floats) -> Floats:
-    """Sort each row so that best-first search takes all possible nodes by value.
+def highest_values(rows: Floats, count: int) -> Floats:
+    """The highest values that nodes can have, whether or not these nodes form a tree.
 
     Which rank has which probability changes no value below it, except for the first child of a node
-    on the spine, whose class differs from its siblings'. It stays in its place. `rows` float64
-    [levels, classes, ranks].
+    on the spine, whose class differs from its siblings'. So each row is sorted but for that child.
+    `rows` float64 [levels, classes, ranks]; returns float64, up to `count`, in descending order.
     """
     sorted_rows = -np.sort(-rows, axis=2)
     if rows.shape[1] > 1:
         sorted_rows[:, 0, :1] = rows[:, 0, :1]
         sorted_rows[:, 0, 1:] = -np.sort(-rows[:, 0, 1:], axis=1)
-    return sorted_rows
+    return most_valuable_nodes(sorted_rows, count)[1]
 
 
 def most_tokens(rows: Floats, size: int) -> Floats:
@@ -82,35 +82,34 @@ def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
 
 
 @numba.njit(cache=True)
-def heap_push(heap, count, value, parent, rank):
-    """Add an entry to a binary heap, in place; heap[0] is the entry of the largest value.
+def heap_push(values, items, count, value, item):
+    """Add an item to a binary heap, in place; items[0] is that of the largest value.
 
-    `heap` float64 [capacity, 3].
+    `values` float64 [capacity]; `items` int64 [capacity].
     """
     position = count
     while position > 0:
         above = (position - 1) >> 1
-        if heap[above, 0] >= value:
+        if values[above] >= value:
             break
-        heap[position] = heap[above]
+        values[position], items[position] = values[above], items[above]
         position = above
-    heap[position, 0], heap[position, 1], heap[position, 2] = value, parent, rank
+    values[position], items[position] = value, item
 
 
 @numba.njit(cache=True)
-def heap_pop(heap, count):
-    """Remove heap[0], the entry of the largest value, in place. `heap` float64 [capacity, 3]."""
-    last = heap[count - 1].copy()
-    position = 0
-    while 2 * position + 1 < count - 1:
-        below = 2 * position + 1
-        if below + 1 < count - 1 and heap[below + 1, 0] > heap[below, 0]:
+def heap_pop(values, items, count):
+    """Remove items[0] of a heap as in `heap_push`, in place."""
+    value, item = values[count - 1], items[count - 1]
+    position, below = 0, 1
+    while below < count - 1:
+        if below + 1 < count - 1 and values[below + 1] > values[below]:
             below += 1
-        if heap[below, 0] <= last[0]:
+        if values[below] <= value:
             break
-        heap[position] = heap[below]
-        position = below
-    heap[position] = last
+        values[position], items[position] = values[below], items[below]
+        position, below = below, 2 * below + 1
+    values[position], items[position] = value, item
 
 
 @numba.njit(cache=True)
@@ -125,13 +124,12 @@ def most_valuable_nodes_within(rows, size, max_parents):
     `rows` float64 [levels, classes, ranks]; `max_parents` int64 [levels].
     """
     num_levels, classes, ranks = rows.shape
-    off_spine = classes - 1
     parents, values, levels = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
-    node_classes = np.full(size, off_spine)
+    node_classes = np.full(size, classes - 1)
     num_parents = np.zeros(num_levels, np.int64)
-    # The heap holds value, parent and rank (from 0) of the next nodes off the spine. Each node that
+    # The heap holds parent * ranks + rank (from 0) of the next nodes off the spine. Each node that
     # is taken pushes at most two. The next node on the spine waits beside it.
-    heap, heap_count = np.empty((size + 2, 3)), 0
+    heap_values, heap_items, heap_count = np.empty(size + 2), np.empty(size + 2, np.int64), 0
     next_spine_value = -1.0  # negative if the spine's last node has no child yet to come
     spine_end = 0  # the last node taken on the spine
     parents[0], values[0], node_classes[0] = -1, 1.0, 0
@@ -139,30 +137,30 @@ def most_valuable_nodes_within(rows, size, max_parents):
     while True:
         # The siblings of a node on the spine are pushed by its parent.
         if node != spine_end and rank + 1 < ranks:
-            parent_level = levels[parent]
-            p = rows[parent_level, node_classes[parent], rank + 1]
-            heap_push(heap, heap_count, values[parent] * p, float(parent), rank + 1.0)
+            value = values[parent] * rows[levels[parent], node_classes[parent], rank + 1]
+            heap_push(heap_values, heap_items, heap_count, value, parent * ranks + rank + 1)
             heap_count += 1
         level = levels[node]
         if level < num_levels and num_parents[level] < max_parents[level]:
             num_parents[level] += 1
+            first_on_heap = 0
             if node == spine_end:
-                next_spine_value = values[node] * rows[level, 0, 0]
-            first_on_heap = 1 if node == spine_end else 0
+                next_spine_value, first_on_heap = values[node] * rows[level, 0, 0], 1
             if first_on_heap < ranks:
-                p = rows[level, node_classes[node], first_on_heap]
-                heap_push(heap, heap_count, values[node] * p, float(node), float(first_on_heap))
+                value = values[node] * rows[level, node_classes[node], first_on_heap]
+                heap_push(heap_values, heap_items, heap_count, value, node * ranks + first_on_heap)
                 heap_count += 1
         node += 1
         if node == size:
             break
-        if next_spine_value >= 0 and (heap_count == 0 or next_spine_value >= heap[0, 0]):
+        if next_spine_value >= 0 and (heap_count == 0 or next_spine_value >= heap_values[0]):
             values[node], parent, rank = next_spine_value, spine_end, 0
             node_classes[node] = 0
             spine_end, next_spine_value = node, -1.0
         elif heap_count > 0:
-            values[node], parent, rank = heap[0, 0], int(heap[0, 1]), int(heap[0, 2])
-            heap_pop(heap, heap_count)
+            values[node] = heap_values[0]
+            parent, rank = heap_items[0] // ranks, heap_items[0] % ranks
+            heap_pop(heap_values, heap_items, heap_count)
             heap_count -= 1
         else:
             break

@@ -5,6 +5,7 @@ from typing import Any
 
 from sequoia_plan.artifacts import Acceptance, ArgumentError, TokenTree
 from sequoia_plan.artifacts.counts import Floats
+from sequoia_plan.planner.solving.problem import Problem
 from sequoia_plan.planner.solving.tokens import best_first, dynamic_programming
 
 MAX_BUDGET = 1_000_000
@@ -34,17 +35,15 @@ def frontier(
         SequoiaPlanError: for impossible input.
     """
     check_limits(budget, depth, branching)
-    rows = Acceptance.given(acceptance).at_depth(depth, branching)
-    values: list[Floats] = pick_solver(rows, budget).frontier(rows, budget)
+    problem = Problem(Acceptance.given(acceptance).at_depth(depth, branching), budget)
+    values: list[Floats] = pick_solver(problem).frontier(problem.rows, budget)
     return values
 
 
-def best_tree(rows: Floats, size: int) -> TokenTree:
-    """Find the tree of exactly `size` nodes with the most expected tokens.
-
-    `rows` float64 [levels, classes, ranks].
-    """
-    solver = pick_solver(rows, size)
+def best_tree(problem: Problem) -> TokenTree:
+    """Find the tree of exactly as many nodes as the budget with the most expected tokens."""
+    rows, size = problem.rows, problem.budget
+    solver = pick_solver(problem)
     ranks = rows.shape[2]
     largest_size = sum(ranks**level for level in range(len(rows) + 1))
     if largest_size < size:
@@ -56,26 +55,24 @@ def best_tree(rows: Floats, size: int) -> TokenTree:
     return TokenTree.from_parents(solver.parents(rows, size))
 
 
-def pick_solver(rows: Floats, size: int) -> ModuleType:
-    """Return the module of the solver to use, `best_first` or `dynamic_programming`.
-
-    `rows` float64 [levels, classes, ranks].
-    """
-    if best_first.is_non_increasing(rows):
+def pick_solver(problem: Problem) -> ModuleType:
+    """Return the module of the solver to use, `best_first` or `dynamic_programming`."""
+    if problem.is_non_increasing:
         return best_first
-    limit = max_budget(rows)
-    if size > limit:
+    limit = max_rising_budget(problem.rows)
+    if problem.budget > limit:
         raise ArgumentError(
-            f"budget: found {size}, expected at most {limit} where acceptance increases with rank "
-            f"(depth {len(rows) + 1}, branching {rows.shape[2]})"
+            f"budget: found {problem.budget}, expected at most {limit} where acceptance increases "
+            f"with rank (depth {len(problem.rows) + 1}, branching {problem.rows.shape[2]})"
         )
     return dynamic_programming
 
 
-def max_budget(rows: Floats) -> int:
-    """Return the largest size that is solved for. `rows` float64 [levels, classes, ranks]."""
-    if best_first.is_non_increasing(rows):
-        return MAX_BUDGET
+def max_rising_budget(rows: Floats) -> int:
+    """Return the largest size that is solved for where p increases with rank.
+
+    `rows` float64 [levels, classes, ranks].
+    """
     levels, classes, ranks = rows.shape
     return min(MAX_RISING_BUDGET, MAX_TABLE_NUMBERS // ((levels + 1) * classes * (ranks + 1)))
 
