@@ -72,10 +72,14 @@ class ModuleBackend(Backend):
         self.layout: CacheLayout | None = None
         self.twin: FusedTwin | None = None
         self.structure, self.weights = Watch(structure), Watch(weights)
-        self.structure.look(module)
-        self.weights.look(module)
+        self.look()
         for layer in self.recurrent:
             record_inputs(layer)
+
+    def look(self) -> None:
+        """Take the module as it is now."""
+        self.structure.look(self.module)
+        self.weights.look(self.module)
 
     @property
     def runs(self) -> Any:
