@@ -25,9 +25,10 @@ from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.backends import place
+from sequoia_plan.runtime.backends.modules import backend, probe as probe_module
 from sequoia_plan.runtime.backends.modules.probe import probe
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models import probe as probe_module
 from sequoia_plan.runtime.models.architecture import context_length
 from sequoia_plan.runtime.models.fuse import fuse
 
@@ -80,12 +81,12 @@ def test_a_wrong_window_shows(name, wrong):
     elif wrong == "one position too wide":
         model.window += 1
     else:
-        attention_mask = model._attention_mask
+        masks = model._masks
 
         def mask_of_slots(cache, mask, positions, slots):
-            return attention_mask(cache, mask, slots, slots)
+            return masks(cache, mask, slots, slots)
 
-        model._attention_mask = mask_of_slots
+        model._masks = mask_of_slots
     with torch.inference_mode():
         assert max(logits_errors(decoder, torch.arange(PROMPT))) > 10 * BOUND
 

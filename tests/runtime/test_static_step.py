@@ -15,7 +15,6 @@ from toys import TREE
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, captured_step, decoding_models
-from sequoia_plan.runtime.base.weight_stream import register_stream
 from sequoia_plan.runtime.capture import can_capture
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.draft import language_model

@@ -115,7 +115,8 @@ class ModuleBackend(Backend):
 
     def is_stale(self) -> bool:
         """Is the model no longer what the backend was made for?"""
-        return bool(self.structure.changes(self.module))
+        is_stale = bool(self.structure.changes(self.module))
+        return is_stale or (self.twin is not None and self.twin.is_stale())
 
     def check(self) -> None:
         """See `Backend`."""
