@@ -99,6 +99,7 @@ class ModuleBackend(Backend):
         fused = num_fused_layers(self.module) or self.stream
         if not fused and not self.twin and self.is_on_one_cuda_device():
             self.twin = FusedTwin(self.module)
+            self.weights.look(self.module)  # which lie elsewhere now
             if not self.twin.num_fused:
                 warnings.warn(
                     f"{model_type(self.module)}: transformers' own layers run, which takes longer: "
@@ -126,11 +127,11 @@ class ModuleBackend(Backend):
                 "made; make it anew"
             )
         check_mode(self.module)
+        if self.twin:  # before `refresh`, after which no change is seen
+            self.twin.check()
         # the memory of streamed weights changes in each pass
         if self.stream is None and self.weights.changes(self.module):
             self.refresh()
-        if self.twin:
-            self.twin.check()
 
     def refresh(self) -> None:
         """See `Backend`."""
