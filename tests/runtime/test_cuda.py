@@ -236,7 +236,7 @@ def test_heads_that_share_keys_and_values_do_not_copy_them(tree):
     for shares_heads in (True, False):
         step = CapturedStep.of(tiny("Llama"), tiny("Llama"), tree)
         if not shares_heads:
-            step.target.sdpa_config = None
+            step.target.backend.sdpa_config = None
         with torch.no_grad():  # in inference mode `reshape` does not show its copy
             step.prefill(torch.arange(5, 20), 8, seed=0)
             extent = step.extent(14)
