@@ -16,7 +16,7 @@ from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
-from sequoia_plan.runtime.models import forward
+from sequoia_plan.runtime.models import loaded_model
 
 TREES = [TREE, TokenTree.chain(5), TokenTree.star(4), TokenTree.chain(1)]
 PROMPTS = [[3], [3, 1], [3, 1, 4, 1, 5]]
@@ -82,7 +82,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_no_decoding_path_writes_to_one_place_twice(pair):
+def test_no_decoding_path_writes_to_one_place_twice(pair, monkeypatch):
     """Every verifier and kind of tree, short prompts, in passes as the CPU or CUDA runs them."""
     make, setting = PAIRS[pair]
     target, draft = make(setting)
@@ -93,7 +93,8 @@ def test_no_decoding_path_writes_to_one_place_twice(pair):
         for sampling, is_padded in itertools.product(SETTINGS, (False, True)):
             step = decoders[0].step
             if is_padded:
-                step.target.prefill_multiples = forward.PREFILL_MULTIPLES["cuda"]
+                multiples = loaded_model.PREFILL_MULTIPLES
+                monkeypatch.setitem(multiples, "cpu", multiples["cuda"])
                 simulate_capture(step)
             decoders[0].generate(PROMPTS[0], 12, sampling=sampling, seed=0)
     assert mode.writes > 100

@@ -25,7 +25,6 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.vocabulary import check_tokenizers
-from sequoia_plan.runtime.pair import context_remarks
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 NEW = 40
@@ -226,14 +225,14 @@ def test_removed_hooks_come_back(pair):
     target = load_pair(dtype="float32", placement="resident").target
     decoder = SequoiaDecoder(target, pair.draft, TREE)
     expected = decoder.generate(IDS, 4).sequences
-    for module in target.modules():
+    for module in target.module.modules():
         module._forward_hooks.clear()
     with pytest.raises(SequoiaPlanError, match=r"its hooks were removed, or .*; make the decoder"):
         decoder.generate(IDS, 4)
     assert SequoiaDecoder(target, pair.draft, TREE).generate(IDS, 4).sequences.equal(expected)
 
 
-def test_a_context_that_ends_early_says_why():
+def test_a_context_that_ends_early_says_why(tmp_path):
     """Keys in the cache would be wrong once such rotary embeddings change."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     rope["original_max_position_embeddings"] = 40
@@ -241,9 +240,12 @@ def test_a_context_that_ends_early_says_why():
     decoder = SequoiaDecoder(target, None, TokenTree.chain(1))
     with pytest.raises(SequoiaPlanError, match=r"at most 39 .*; dynamic rotary embeddings change"):
         decoder.generate(torch.ones(1, 60, dtype=torch.long), 4)
-    [remark] = context_remarks(target)
-    assert remark.startswith("target: texts end at 40 tokens; dynamic rotary embeddings change")
-    assert context_remarks(tiny("Llama")) == ()
+    said = "target: texts end at 40 tokens; dynamic rotary embeddings change"
+    for model, number in ((target, 1), (tiny("Llama"), 0)):
+        model.save_pretrained(tmp_path)
+        words().save_pretrained(tmp_path)
+        remarks = load_pair(str(tmp_path), "none", dtype="float32").remarks
+        assert sum(remark.startswith(said) for remark in remarks) == number
 
 
 # Vocabularies

@@ -27,11 +27,11 @@ MAY_IMPORT = {
     | {"runtime"},
     "planner.package": {"planner.cli"},
     "runtime.base": {"artifacts"},
-    "runtime.verify": FROM_BASE,
     "runtime.models": FROM_BASE,
-    "runtime.backends": FROM_BASE | {"runtime.models"},
     "runtime.offload": FROM_BASE | {"runtime.models"},
+    "runtime.backends": FROM_BASE | {"runtime.models", "runtime.offload"},
     "runtime.draft": FROM_BASE | {"runtime.models"},
+    "runtime.verify": FROM_BASE,
     "runtime": RUNTIME_PARTS | {"artifacts"},
     "profiler": RUNTIME_PARTS - {"runtime.offload", "runtime.backends"} | {"artifacts", "runtime"},
 }
@@ -73,7 +73,6 @@ def test_planning_loads_nothing_heavy(statement, absent):
 @pytest.mark.parametrize("package", ["runtime", "profiler"])
 def test_decoding_loads_no_planner(package):
     absent = {"numba", "sequoia_plan.planner", "artifacts", "planner", "profiler", "runtime"}
-    absent.add("sequoia_plan.runtime.offload")
     loaded = modules_after(f"import sequoia_plan.{package}")
     assert not loaded & absent, "nothing is installed under a bare name, either"
 
@@ -114,6 +113,30 @@ def test_no_part_imports_upwards(part):
     assert modules
     used = {part_of(name) for names in modules.values() for name in names} - {None, part}
     assert used <= MAY_IMPORT[part]
+
+
+def backends_named(modules):
+    """Modules that import a part of runtime/backends/ in place of its face, or another backend."""
+    face = f"{OWN}.runtime.backends."
+    parts = {name.removeprefix(face).split(".")[0] for name in imports() if name.startswith(face)}
+    used = {
+        module: {name.removeprefix(face).split(".")[0] for name in names if name.startswith(face)}
+        - {*module.removeprefix(face).split(".")[:1]}
+        for module, names in modules.items()
+        if module not in (face[:-1], f"{face}loading")  # the face, and what chooses a backend
+    }
+    assert {"packed", "modules", "loading"} == parts
+    return [module for module, names in used.items() if names & parts]
+
+
+def test_only_runtime_backends_names_a_backend():
+    assert backends_named(imports()) == []
+    face = importlib.import_module(f"{OWN}.runtime.backends")
+    classes = [vars(face)[name] for name in face.__all__ if isinstance(vars(face)[name], type)]
+    assert [made.__module__ for made in classes] == [f"{OWN}.runtime.backends.loading"]
+    backend = f"{OWN}.runtime.backends.packed.backend"
+    for module in ("profiler.bench", "runtime.pair", "runtime.backends.modules.probe"):
+        assert backends_named({f"{OWN}.{module}": {backend}}) == [f"{OWN}.{module}"]  # the control
 
 
 @pytest.mark.parametrize("part", EXTERNAL)

@@ -207,7 +207,7 @@ class OffloadedModel:
         split = self._split_with_copy() if self.shared_layers is not None else None
         self.parts.place(split or self._split_beside(draft), self.link, self.is_fused)
         if self.shared_layers:
-            share_layers(draft.module, self.model.module, self.shared_layers)
+            share_layers(draft, self.model, self.shared_layers)
 
     def _split_with_copy(self) -> MemorySplit | None:
         """What fits where the draft has a copy of the streamed layers alone.

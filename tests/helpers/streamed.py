@@ -8,9 +8,9 @@ import torch
 from architectures import TREE, tiny
 
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import loaded
+from sequoia_plan.runtime.backends import load_model, loaded
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
-from sequoia_plan.runtime.models.pretrained import find_model, load_module
+from sequoia_plan.runtime.models.pretrained import find_model
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 
 PROMPT = torch.arange(3, 20)
@@ -30,7 +30,7 @@ def save_models(folder, tokenizer, name="Llama", **changes):
 def memory_for(target_folder, draft_folder, resident):
     """Bytes with which so many layers of a target stay in memory, beside its draft."""
     offloaded = OffloadedTarget(find_model(target_folder), "cpu", torch.float32)
-    target, draft = loaded(offloaded.model), loaded(load_module(draft_folder, "cpu", torch.float32)[0])
+    target, draft = loaded(offloaded.model), load_model(draft_folder, dtype="float32")
     caches = cache_bytes(target) + cache_bytes(draft)
     size = max(offloaded.layer_sizes())
     return offloaded.outside_bytes + own_bytes(draft, target) + caches + (SLOTS + resident) * size

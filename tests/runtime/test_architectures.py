@@ -25,9 +25,9 @@ from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.backends.modules.probe import probe
+from sequoia_plan.runtime.backends import place
+from sequoia_plan.runtime.backends.modules import probe as probe_module
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models import probe as probe_module
 from sequoia_plan.runtime.models.architecture import context_length
 from sequoia_plan.runtime.models.fuse import fuse
 
@@ -80,12 +80,12 @@ def test_a_wrong_window_shows(name, wrong):
     elif wrong == "one position too wide":
         model.window += 1
     else:
-        attention_mask = model._attention_mask
+        masks = model._masks
 
         def mask_of_slots(cache, mask, positions, slots):
-            return attention_mask(cache, mask, slots, slots)
+            return masks(cache, mask, slots, slots)
 
-        model._attention_mask = mask_of_slots
+        model._masks = mask_of_slots
     with torch.inference_mode():
         assert max(logits_errors(decoder, torch.arange(PROMPT))) > 10 * BOUND
 
@@ -181,14 +181,16 @@ def test_eager_and_sdpa_agree():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"])
 def test_the_check_passes_in_low_precision(name, dtype):
-    probe(tiny(name).to(dtype))
+    place(tiny(name).to(dtype), "resident").backend.prepare(())
 
 
 def test_a_model_is_tried_once(monkeypatch):
     """And again after it was moved."""
     probed, error = [], probe_module._tree_error
     monkeypatch.setattr(
-        probe_module, "_tree_error", lambda trial: probed.append(trial.model.dtype) or error(trial)
+        probe_module,
+        "_tree_error",
+        lambda model, module: probed.append(model.dtype) or error(model, module),
     )
     target = tiny("Llama")
     for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
@@ -221,7 +223,9 @@ def test_context_ends_where_rotary_embeddings_would_change(rope_type, context):
 
 
 def test_a_small_model_with_a_small_vocabulary_is_tried_too():
-    assert len(probe(ToyModel(0, vocabulary=3))) == 1
+    backend = place(ToyModel(0, vocabulary=3), "resident").backend
+    backend.prepare(())
+    assert len(backend.layout) == 1
 
 
 # transformers 5.24 renamed the argument `past_key_values` of models and layers to `cache`

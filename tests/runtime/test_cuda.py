@@ -20,7 +20,7 @@ from sequoia_plan.runtime import SequoiaDecoder, capture, captured_step, sequoia
 from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.models import forward
+from sequoia_plan.runtime.models import loaded_model
 from sequoia_plan.runtime.models.attention import attend_shared_heads, attending
 from sequoia_plan.runtime.verify import tree_verifier
 
@@ -236,7 +236,7 @@ def test_heads_that_share_keys_and_values_do_not_copy_them(tree):
     for shares_heads in (True, False):
         step = CapturedStep.of(tiny("Llama"), tiny("Llama"), tree)
         if not shares_heads:
-            step.target.sdpa_config = None
+            step.target.backend.sdpa_config = None
         with torch.no_grad():  # in inference mode `reshape` does not show its copy
             step.prefill(torch.arange(5, 20), 8, seed=0)
             extent = step.extent(14)
@@ -279,15 +279,15 @@ def test_attention_is_replaced_in_our_passes_only():
 
 
 @pytest.mark.parametrize("length", [2, 64, 65, 1500])
-def test_a_prompt_in_fixed_shapes_is_the_same_prompt(length):
+def test_a_prompt_in_fixed_shapes_is_the_same_prompt(length, monkeypatch):
     """Padding changes no token, and the model sees few shapes."""
     prompt = torch.randint(90, (length,), generator=torch.Generator().manual_seed(0))
     model, shapes = tiny("Llama", max_position_embeddings=4096), []
     decoder = SequoiaDecoder(model, tiny("Llama"), TREE)
     step = decoder.step
     expected = decoder.generate(prompt, 20).sequences
-    step.target.prefill_chunk = forward.PREFILL_CHUNK["cuda"]
-    step.target.prefill_multiples = forward.PREFILL_MULTIPLES["cuda"]
+    for settings in (loaded_model.PREFILL_CHUNK, loaded_model.PREFILL_MULTIPLES):
+        monkeypatch.setitem(settings, "cpu", settings["cuda"])
     assert decoder.generate(prompt, 20).sequences.equal(expected)
     model.register_forward_pre_hook(
         lambda model, args, given: shapes.append(

@@ -102,7 +102,7 @@ def test_a_draft_with_less_context_than_the_target_goes_on():
 def test_requests_that_cannot_be(prompt, settings, message):
     target, draft = pair()
     decoder = SequoiaDecoder(target, draft, TREE)
-    decoder.step.target.max_token_id = 7  # toy models have no embeddings to read it from
+    decoder.step.target.num_embeddings = 8  # toy models have no embeddings to read it from
     with pytest.raises(SequoiaPlanError, match=message):
         decoder.generate(prompt, **({"max_new_tokens": 4} | settings))
     assert decoder.generate(PROMPT, 20).new_tokens == 20

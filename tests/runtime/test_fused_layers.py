@@ -158,7 +158,8 @@ def test_the_embedded_pair_is_fused(draft):
     fused = load_pair(draft=draft, dtype="float32", placement="fused")
     plain = load_pair(draft=draft, dtype="float32", placement="resident")
     assert fused.metadata["target"]["fused_layers"] == 30
-    assert fused.metadata["draft"]["fused_layers"] == num_fused_layers(fused.draft) > 0
+    draft_module = getattr(fused.draft, "module", fused.draft)
+    assert fused.metadata["draft"]["fused_layers"] == num_fused_layers(draft_module) > 0
     prompt = torch.tensor([fused.tokenizer.encode("A short story about a fox and a hen.")])
     tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
     results = [SequoiaDecoder(p.target, p.draft, tree).generate(prompt, 24) for p in (fused, plain)]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from architectures import plain_text, tiny
 
-from drafts import small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import SequoiaDecoder, decoding_models
+from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
 from sequoia_plan.runtime.models.fuse import num_fused_layers
 
 pytestmark = pytest.mark.slow
@@ -23,9 +23,8 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 
 @pytest.fixture(autouse=True)
 def _on_cuda(monkeypatch):
-    monkeypatch.setattr(decoding_models, "compile_passes", lambda models: None)
-    monkeypatch.setattr(decoding_models, "is_on_one_cuda_device", lambda model: True)
-    monkeypatch.setattr(decoding_models, "step_graphs", lambda *args: None)
+    monkeypatch.setattr(ModuleBackend, "is_on_one_cuda_device", lambda backend: True)
+    monkeypatch.setattr("sequoia_plan.runtime.decoding_models.step_graphs", lambda *args: None)
 
 
 def shape(model):
@@ -38,7 +37,7 @@ def test_a_users_model_is_fused_and_keeps_its_shape(name):
     expected, modules = plain_text(model, IDS, 20), shape(model)
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     decoders = [SequoiaDecoder(model, tiny(name, seed=1), TREE) for _ in range(2)]
-    twins = [decoder.step.target.model for decoder in decoders]
+    twins = [decoder.step.target.backend.runs for decoder in decoders]
     assert twins[0] is twins[1] and num_fused_layers(twins[0]) == model.config.num_hidden_layers
     assert decoders[0].generate(IDS, 20).sequences.equal(expected)
     assert shape(model) == modules and plain_text(model, IDS, 20).equal(expected)
@@ -46,18 +45,10 @@ def test_a_users_model_is_fused_and_keeps_its_shape(name):
     assert all(tensor.equal(state[key]) for key, tensor in model.state_dict().items())
 
 
-def test_drafts_with_the_targets_hidden_states_are_fused():
-    target, draft = small_pair("EAGLE-3")
-    expected = plain_text(target, IDS, 20)
-    decoder = SequoiaDecoder(target, draft, TREE)
-    assert num_fused_layers(decoder.step.drafter.model) == len(draft.layers)
-    assert num_fused_layers(draft) == num_fused_layers(target) == 0
-    assert decoder.generate(IDS, 20).sequences.equal(expected)
-
-
+@torch.no_grad()
 def in_place(model):
     for parameter in model.parameters():
-        parameter.data.mul_(1.1)
+        parameter.mul_(1.1)
 
 
 def moved(model):
@@ -93,7 +84,8 @@ def test_a_change_that_fused_layers_cannot_follow_is_refused():
 
 def test_layers_that_cannot_be_fused_are_told():
     with pytest.warns(UserWarning, match="gpt_neox: transformers' own layers run"):
-        model = SequoiaDecoder(tiny("GPT-NeoX"), None, TokenTree.chain(1)).step.models.models[0]
+        model = tiny("GPT-NeoX")
+        SequoiaDecoder(model, None, TokenTree.chain(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once for each model
         SequoiaDecoder(model, None, TokenTree.chain(1))

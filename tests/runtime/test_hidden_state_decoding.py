@@ -10,8 +10,8 @@ from toys import SMALL_TREES, TREE
 
 from drafts import KINDS, PARTS, copy_with_its_cache, load, small_pair, small_target, write
 from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
-from sequoia_plan.profiler.draft_passes import logits_over_text
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.backends import place
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.huggingface import sequoia
@@ -95,9 +95,10 @@ def test_aux_hidden_states_are_transformers_hidden_states():
     """
     target = small_target(layers=4)
     ids = torch.arange(9)
-    model = TreeModel(target, aux_hidden_state_layers=(0, 1, 3, 4, AFTER_FINAL_NORM))
+    model, numbers = place(target, "resident"), (0, 1, 3, 4, AFTER_FINAL_NORM)
+    model.backend.prepare(numbers)
     mask = additive_mask(ids <= ids[:, None], torch.float32)
-    output = model(model.new_cache(16), ids, ids, ids, mask)
+    output = model(model.new_cache(16), ids, ids, ids, mask, 0, numbers)
     expected = target.model(input_ids=ids[None], output_hidden_states=True)
     states = output.hidden_states.chunk(5, -1)
     for layer, state in zip((0, 1, 3), states, strict=False):
@@ -105,7 +106,7 @@ def test_aux_hidden_states_are_transformers_hidden_states():
     torch.testing.assert_close(target.model.norm(states[3]), expected.last_hidden_state[0])
     torch.testing.assert_close(states[4], expected.last_hidden_state[0])
     with pytest.raises(SequoiaPlanError, match="reads the hidden state 5 "):
-        TreeModel(target, aux_hidden_state_layers=(5,))
+        model.backend.prepare((5,))
 
 
 def test_drafts_of_one_target_do_not_meet(tmp_path):
@@ -150,11 +151,12 @@ def test_passes_read_known_text_as_steps_do(algorithm):
     positions = [position for position, level in enumerate(levels) if level < 3]
     ids, slots = torch.tensor(text), torch.arange(3, 3 + len(levels))
     mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
-    target = decoder.step.target(sequence.target, ids[slots], slots, slots, mask)
+    numbers = decoder.step.models.hidden_states
+    target = decoder.step.target(sequence.target, ids[slots], slots, slots, mask, 0, numbers)
     before = [block.clone() for block in sequence.target.blocks]
 
     def error(levels):
-        logits = logits_over_text(drafter, sequence, slots, levels, target.hidden_states)
+        logits = drafter.logits_over_text(sequence, slots, levels, target.hidden_states)
         probs = torch.softmax(logits[positions], -1)
         return float((probs - torch.stack(on_path)).abs().max())
 
@@ -180,14 +182,14 @@ def widths_of_a_step(decoder, monkeypatch):
     step, widths = decoder.step, []
     model = step.drafter.model
 
-    def counted_pass(self, cache, tokens, *args, run=TreeModel.__call__, **options):
+    def counted_pass(self, cache, tokens, *args, run=LoadedModel.__call__, **options):
         if self is model:
             widths.append(tokens.numel())
         return run(self, cache, tokens, *args, **options)
 
     step.prefill(torch.arange(5) % 8, 40, seed=0)
-    if isinstance(model, TreeModel):
-        monkeypatch.setattr(TreeModel, "__call__", counted_pass)
+    if isinstance(model, LoadedModel):
+        monkeypatch.setattr(LoadedModel, "__call__", counted_pass)
     else:
         forward = model.forward
         monkeypatch.setattr(

@@ -177,7 +177,7 @@ def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     if splits_keys:
         assert decoder.step.splits_keys()
         with monkeypatch.context() as patch:  # such passes attend by tensor operations
-            patch.setattr(decoder.step.target.model, "_compiled_call_impl", len)
+            patch.setattr(decoder.step.target.module, "_compiled_call_impl", len)
             assert not decoder.step.splits_keys()
         assert not decoder.with_tree(TokenTree.chain(257)).step.splits_keys()
         kernel_launch._failed_kernels.add((split_keys.KERNELS_NAME, torch.float32))

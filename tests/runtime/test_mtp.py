@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 from drafts import assert_close, logits_of_tree, started
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
+from sequoia_plan.runtime.backends import loaded
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.mtp import load_mtp
 from sequoia_plan.runtime.models.loading import load_whole
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 def pair(request, tmp_path):
     checkpoint(tmp_path, request.param)
     target = load_whole(tmp_path, torch.float32)
-    return target, load_mtp(target)
+    return target, load_mtp(loaded(target))
 
 
 def transformers_head(target):
@@ -91,5 +92,5 @@ def test_a_checkpoint_without_its_head_is_one_line(name, tmp_path):
     save_file(tensors, weights, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(SequoiaPlanError, match=message) as error:
-        load_mtp(load_whole(tmp_path, torch.float32))
+        load_mtp(loaded(load_whole(tmp_path, torch.float32)))
     assert "draft mtp: " in str(error.value) and "\n" not in str(error.value)

@@ -30,10 +30,10 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler import measure
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.backends.modules import offloaded_target
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
-from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.pretrained import load_module
-from sequoia_plan.runtime.offload import disk_stream, offloaded_target
+from sequoia_plan.runtime.models.pretrained import find_model, load_module
+from sequoia_plan.runtime.offload import disk_stream
 from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -47,7 +47,7 @@ def pair_in_memory(folder):
 @pytest.mark.parametrize("resident", [0, LAYERS - SLOTS - 1])
 def test_tokens_are_those_of_the_resident_model(folder, slow_disk, resident):
     in_memory, offloaded = pair_in_memory(folder), streamed(folder, resident)
-    metadata, stream = offloaded.metadata["target"], stream_of(offloaded.target)
+    metadata, stream = offloaded.metadata["target"], offloaded.target.stream
     assert metadata["placement"] == offloaded.placement == "streamed from disk"
     assert metadata["resident_layers"] == resident and metadata["layers"] == LAYERS
     assert metadata["streamed_bytes"] == stream.bytes and len(stream.blocks) == LAYERS - resident
@@ -99,9 +99,9 @@ def test_architectures(name, tmp_path, pair):
     tiny(name, **changes).save_pretrained(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
     in_memory = load_module(str(tmp_path / "m"), "cpu", torch.float32)[0]
-    offloaded = OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
+    offloaded = OffloadedTarget(find_model(str(tmp_path / "m")), "cpu", torch.float32)
     assert place(offloaded, resident=1) == (6 if name in FUSED else 0)
-    assert len(stream_of(offloaded.model).blocks) >= 5
+    assert len(offloaded.backend.stream.blocks) >= 5
     assert_same_tokens(offloaded.model, in_memory)
 
 
@@ -115,7 +115,7 @@ def test_a_pass_reads_the_experts_that_it_chooses(tmp_path, pair, monkeypatch):
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
     tiny("Qwen3-MoE", num_hidden_layers=6, num_experts=16, **wide).save_pretrained(tmp_path)
     pair.tokenizer.save_pretrained(tmp_path)
-    offloaded = OffloadedTarget(str(tmp_path), "cpu", torch.float32)
+    offloaded = OffloadedTarget(find_model(str(tmp_path)), "cpu", torch.float32)
     read_chosen, counts, left_out = disk_stream.DiskStream.read_chosen, Counter(), []
 
     def noted(stream, layer, experts):
@@ -124,7 +124,7 @@ def test_a_pass_reads_the_experts_that_it_chooses(tmp_path, pair, monkeypatch):
 
     monkeypatch.setattr(disk_stream.DiskStream, "read_chosen", noted)
     place(offloaded, resident=-2 + 1 / 2)
-    stream = stream_of(offloaded.model)
+    stream = offloaded.backend.stream
     whole = offloaded.model(PROMPT[None, :4]).logits
     expert_bytes = stream.blocks[0].size // 16
 
@@ -157,7 +157,8 @@ def place(offloaded, resident):
     # a family's layers may differ in size
     memory = outside_bytes + int(min((SLOTS + resident) * max(sizes), sum(sizes) - 1))
     slots = 1 if offloaded.routed else SLOTS
-    return offloaded.place(split_memory(memory, outside_bytes, 0, 0, sizes, slots=slots), "disk")
+    offloaded.place(split_memory(memory, outside_bytes, 0, 0, sizes, slots=slots), "disk")
+    return offloaded.backend.recorded["fused_layers"]
 
 
 def assert_same_tokens(offloaded, in_memory):
@@ -200,7 +201,7 @@ def test_quantised_weights_are_streamed_as_they_are(tmp_path, pair):
     save_with_bitnet_weights(tmp_path / "m")
     pair.tokenizer.save_pretrained(tmp_path / "m")
     in_memory = load_module(str(tmp_path / "m"), "cpu", torch.float32)[0]
-    offloaded = OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
+    offloaded = OffloadedTarget(find_model(str(tmp_path / "m")), "cpu", torch.float32)
     quantised = offloaded.layer(0)["mlp.up_proj.weight"]
     assert quantised.dtype == torch.uint8 and quantised.numel() == 48 * 32 // 4
     assert place(offloaded, resident=0) == 0, "matrices in buffers are no linear layers"
@@ -216,7 +217,7 @@ def test_weights_that_are_more_than_tensors_are_refused(tmp_path, pair, monkeypa
     tensors = {"a": torch.zeros(2).as_subclass(Packed)}
     monkeypatch.setattr(offloaded_target, "_saved_tensors", lambda model: tensors)
     with pytest.raises(SequoiaPlanError, match="a is a Packed, expected plain tensors"):
-        OffloadedTarget(str(tmp_path / "m"), "cpu", torch.float32)
+        OffloadedTarget(find_model(str(tmp_path / "m")), "cpu", torch.float32)
 
 
 FEW_BYTES = st.integers(0, 50)
@@ -308,7 +309,7 @@ def test_from_profile_to_generate(name, pair, tmp_path, monkeypatch, run_briefly
     decoder(offloaded, tree)
     if name != "Llama":
         assert_most_chosen(
-            stream_of(offloaded.target).kept, dict(zip(experts, counts, strict=True))
+            offloaded.target.stream.kept, dict(zip(experts, counts, strict=True))
         )
     generate = ["--tree", "t.safetensors", "--max-new-tokens", "4"]
     # a busy machine may be warned of; the tree must fit

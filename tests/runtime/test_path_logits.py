@@ -313,7 +313,8 @@ def test_only_what_is_new_is_read(going_on, monkeypatch):
     widths.clear()
     session.generate(8, eos_token_id=())
     assert max(widths) <= TREE.size  # three tokens are new, one of them the root
-    with torch.no_grad():
-        decoder.step.models.models[0].get_input_embeddings().weight.mul_(1.0)  # may be another one
+    if target.module is None:
+        return  # a file's weights do not change
+    decoder.refresh()
     session.generate(8, eos_token_id=())
     assert max(widths) > 60

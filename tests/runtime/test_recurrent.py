@@ -18,6 +18,7 @@ from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.backends.modules.recurrent import RecurrentCache
 from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.models import loaded_model
 from sequoia_plan.runtime.verify import AcceptedPath
 
 NEW, PROMPT, CHAIN = 500, 20, TokenTree.chain(5)
@@ -53,8 +54,9 @@ def target_and_text(request):
 def test_greedy_text_is_that_of_transformers(target_and_text, monkeypatch):
     target, text = target_and_text
     decoder, counts = SequoiaDecoder(target, Oracle(text), CHAIN), set()
-    commit, model = decoder.step.commit, decoder.step.target
-    model.prefill_chunk, model.prefill_multiples = 8, (64, 64)  # padding, as on CUDA
+    commit = decoder.step.commit
+    monkeypatch.setitem(loaded_model.PREFILL_CHUNK, "cpu", 8)
+    monkeypatch.setitem(loaded_model.PREFILL_MULTIPLES, "cpu", (64, 64))  # padding, as on CUDA
     decoder.step.commit = lambda accepted: (counts.add(int(accepted.count)), commit(accepted))[1]
     for drafting in (decoder, SequoiaDecoder(target, None, LOOKUP)):
         result = drafting.generate(text[:PROMPT], NEW)

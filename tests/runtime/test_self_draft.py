@@ -13,14 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from sequoia_plan.artifacts import SELF_DRAFT, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.backends import loaded, place
 from sequoia_plan.runtime.backends.modules import self_draft as module
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
-from sequoia_plan.runtime.backends.modules.self_draft import copy_bytes, self_draft, shares_cache
+from sequoia_plan.runtime.backends.modules.self_draft import copy_bytes, self_draft
 from sequoia_plan.runtime.draft.language_model import SelfDrafter
 from sequoia_plan.runtime.models import int8
 from sequoia_plan.runtime.models.architecture import decoder_layers
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
 from sequoia_plan.runtime.models.int8 import Int8Linear, rows_in_8_bits
+from sequoia_plan.runtime.models.pretrained import find_model
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 
 pytestmark = pytest.mark.slow
@@ -37,6 +39,11 @@ FUSED = architectures.FUSED - EXPERTS
 
 def layers_of(model):
     return decoder_layers(model)[1]
+
+
+def draft_of(target, *options):
+    """A copy of a module that PyTorch runs."""
+    return self_draft(place(target, "resident"), *options)
 
 
 def matrix(seed=0, rows=int8.ROWS_AT_A_TIME + 50, columns=24):
@@ -104,13 +111,13 @@ def with_hidden_layers():
 )
 def test_targets_without_a_copy_are_refused(make, message):
     with pytest.raises(SequoiaPlanError, match=message):
-        self_draft(make())
+        draft_of(make())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_embeddings_are_shared_with_the_target(dtype):
     target = tiny("GPT-2").to(dtype)
-    draft = self_draft(target)
+    draft = draft_of(target).module
     addresses = {parameter.data_ptr(): key for key, parameter in target.named_parameters()}
     shared = {addresses.get(parameter.data_ptr()) for parameter in draft.parameters()} - {None}
     # in another dtype they are looked up in the target and then converted
@@ -128,7 +135,7 @@ def test_layers_are_read_one_at_a_time(name):
     The target's layers are on the meta device.
     """
     target, tokens = tiny(name), torch.arange(12)[None]
-    expected = logits(self_draft(target), tokens)
+    expected = logits(draft_of(target).module, tokens)
     weights = [
         {key: value.detach().clone() for key, value in layer.named_parameters()}
         for layer in layers_of(target)
@@ -147,7 +154,7 @@ def test_layers_are_read_one_at_a_time(name):
     for layer in layers_of(target):
         layer.to("meta")
     reader = read_layers()
-    draft = self_draft(target, lambda number: next(reader))
+    draft = draft_of(target, lambda number: next(reader)).module
     reader.close()
     assert alive_counts == [0, 0, 0] and not alive
     assert logits(draft, tokens).equal(expected)
@@ -168,8 +175,8 @@ def test_greedy_text_is_the_targets(name, shares, monkeypatch):
         monkeypatch.setattr(module, "draft_dtype", lambda target: target.dtype)
     target = tiny(name)
     prompt = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
-    expected, draft = plain_text(target, prompt, 40), self_draft(target)
-    assert all(type(layer) is FusedLayer for layer in layers_of(draft)) == (name in FUSED)
+    expected, draft = plain_text(target, prompt, 40), draft_of(target)
+    assert all(type(layer) is FusedLayer for layer in layers_of(draft.module)) == (name in FUSED)
     decoder = SequoiaDecoder(target, draft, TREE)
     result = decoder.generate(prompt, 40)
     sequence = decoder.step.sequence
@@ -185,14 +192,14 @@ def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
     target = tiny("Llama")
     prompt = torch.tensor([[5, 6, 7, 8]])
     expected = plain_text(target, prompt, 40)
-    decoder = SequoiaDecoder(target, self_draft(target), TREE)
-    layers = decoder.step.drafter.model.model.model.layers
+    decoder = SequoiaDecoder(target, draft_of(target), TREE)
+    layers = decoder.step.drafter.model.module.model.layers
     layers[0].self_attn.qkv_proj.scales.data.mul_(3)
     monkeypatch.setattr(SelfDrafter, "prefill", lambda self, *args: None)
     assert decoder.generate(prompt, 40).sequences.equal(expected), "a poor copy is exact"
     prefill = decoder.step.target.prefill
 
-    def read_by_both(cache, tokens, on_chunk=None, start=0):
+    def read_by_both(cache, tokens, on_chunk=None, start=0, hidden_states=()):
         prefill(cache, tokens, on_chunk, start)
         decoder.step.drafter.model.prefill(cache, tokens)
 
@@ -202,9 +209,12 @@ def test_a_draft_that_writes_what_is_committed_breaks_the_text(monkeypatch):
 
 def test_only_copies_of_the_target_share():
     target, other = tiny("Llama").bfloat16(), tiny("Llama").bfloat16()
-    draft = self_draft(target)
-    assert shares_cache(draft, target)
-    assert not shares_cache(draft, other) and not shares_cache(other, target)
+    draft = draft_of(target)
+    shares = {
+        model: SequoiaDecoder(model, draft, TREE).step.drafter.drafting == SELF_DRAFT
+        for model in (target, other)
+    }
+    assert shares == {target: True, other: False}
     decoder = SequoiaDecoder(target, draft, TREE)
     copied = copy.deepcopy(decoder)
     sequence = copied.step.sequence
@@ -223,7 +233,7 @@ def test_layers_in_memory_serve_target_and_draft(folder, resident, placement):
     metadata = pair.metadata["target"]
     assert metadata["resident_layers"] == resident
     assert metadata["cache_bytes"] == cache_bytes(pair.target), "both models have one cache"
-    layers = zip(decoder_layers(pair.draft)[1], decoder_layers(pair.target)[1], strict=True)
+    layers = zip(layers_of(pair.draft.module), layers_of(pair.target.module), strict=True)
     assert sum(own is of_the_target for own, of_the_target in layers) == resident
     assert 0 < own_bytes(pair.draft, pair.target) <= metadata["draft_bytes"]
     in_memory = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -234,21 +244,21 @@ def test_layers_in_memory_serve_target_and_draft(folder, resident, placement):
 
 def memory_for(target, resident):
     """Bytes with which so many layers of a target stay in memory, beside its copy."""
-    offloaded = OffloadedTarget(target, "cpu", torch.float32)
+    offloaded = OffloadedTarget(find_model(target), "cpu", torch.float32)
     size = max(offloaded.layer_sizes())
     copy_size = max(copy_bytes(layer.parameters(), torch.float32) for layer in offloaded.layers)
     offloaded.file.close()
     some_bytes = 1000  # the copy of what is outside of the layers, and less than a layer
     assert some_bytes < size - copy_size
-    fixed_bytes = offloaded.outside_bytes + cache_bytes(offloaded.model) + some_bytes
+    fixed_bytes = offloaded.outside_bytes + cache_bytes(loaded(offloaded.model)) + some_bytes
     return fixed_bytes + SLOTS * size + resident * size + (LAYERS - resident) * copy_size
 
 
 def test_a_target_that_fits_has_a_whole_copy(folder):
     pair = load_pair(str(folder / "target"), "int8", dtype="bfloat16", offload="disk", memory="1GB")
     assert pair.metadata["target"]["streamed_bytes"] == 0
-    assert isinstance(pair.draft.get_output_embeddings(), Int8Linear)
+    assert isinstance(pair.draft.module.get_output_embeddings(), Int8Linear)
     draft_layers, target_layers = (
-        set(decoder_layers(model)[1]) for model in (pair.draft, pair.target)
+        {*layers_of(model.module)} for model in (pair.draft, pair.target)
     )
-    assert not draft_layers & target_layers and shares_cache(pair.draft, pair.target)
+    assert not draft_layers & target_layers and pair.draft.copy_of is pair.target

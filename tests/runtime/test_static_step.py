@@ -15,10 +15,8 @@ from toys import TREE
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, captured_step, decoding_models
-from sequoia_plan.runtime.base.weight_stream import register_stream
-from sequoia_plan.runtime.capture import can_capture
+from sequoia_plan.runtime.backends.modules import backend
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.draft import language_model
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream
 from sequoia_plan.runtime.step import TreeStep
@@ -148,8 +146,7 @@ def devices_of_a_step(kind, sampling, monkeypatch):
     """The step on a device that has no values to look at. Only tensors copied from or to the host
     could lie elsewhere."""
     pair = small_pair(kind) if kind in PARTS else models()
-    for module in (decoding_models, language_model):
-        monkeypatch.setattr(module, "probe", lambda model: None)
+    monkeypatch.setattr(backend, "probe", lambda model, module: None)
     monkeypatch.setattr(torch, "Generator", lambda device: None)
     target, draft = (model.to("meta") for model in pair)
     d2t = getattr(draft, "d2t", None)
@@ -199,16 +196,17 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
             setattr(model, name, value)
         return model
 
-    def streamed(stream_class):
-        register_stream(streamed := model(), stream_class.__new__(stream_class))
-        return streamed
+    def can_be_captured(model):
+        found = backend.ModuleBackend.__new__(backend.ModuleBackend)
+        found.module, found.stream, found.recurrent = model, getattr(model, "stream", None), []
+        return found.can_be_captured()
 
-    can = [model(), model(rope="llama3"), streamed(HostStream)]  # the device copies by itself
+    can = [model(), model(rope="llama3"), model(stream=HostStream)]  # the device copies by itself
     compiled = model()
     compiled.compile()
     cannot = [model(rope="dynamic"), model(rope="longrope"), model((on_cuda, other)), model(())]
-    cannot += [model(_tp_size=2), model(_orig_mod=None), compiled, streamed(DiskStream)]
-    assert [can_capture(each) for each in can + cannot] == [True] * len(can) + [False] * len(cannot)
+    cannot += [model(_tp_size=2), model(_orig_mod=None), compiled, model(stream=DiskStream)]
+    assert [can_be_captured(each) for each in can + cannot] == [True] * len(can) + [False] * len(cannot)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), FILTERED], ids=repr)

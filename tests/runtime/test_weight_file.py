@@ -19,19 +19,19 @@ from streamed import LAYERS, PROMPT, decoder, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.runtime.backends.modules import offloaded_target
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.base.weight_stream import stream_of
 from sequoia_plan.runtime.models.fused_layer import FusedLayer
-from sequoia_plan.runtime.models.pretrained import load_module
-from sequoia_plan.runtime.offload import disk_stream, offloaded_target
+from sequoia_plan.runtime.models.pretrained import find_model, load_module
+from sequoia_plan.runtime.offload import disk_stream
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 def test_the_file_has_every_weight_in_pass_order(folder):
-    offloaded = OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
+    offloaded = OffloadedTarget(find_model(str(folder / "target")), "cpu", torch.float32)
     model = load_module(str(folder / "target"), "cpu", torch.float32)[0]
     parameters = dict(model.named_parameters())  # the head is tied to the embeddings
     blocks = WeightFile(weights(folder)).blocks
@@ -50,8 +50,8 @@ def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
 
     offloaded = streamed(folder)
     expected = tokens(offloaded)
-    stream = stream_of(offloaded.target)
-    hook = offloaded.target.model.layers[5].register_forward_pre_hook(interrupt)
+    stream = offloaded.target.stream
+    hook = offloaded.target.module.model.layers[5].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         tokens(offloaded)
     hook.remove()
@@ -123,7 +123,7 @@ def test_damaged_weights_are_not_computed_with(folder):
 
 def test_every_flipped_bit_of_the_index_is_noticed(folder):
     """No exception but ours comes out, whatever the index says."""
-    OffloadedTarget(str(folder / "target"), "cpu", torch.float32).file.close()
+    OffloadedTarget(find_model(str(folder / "target")), "cpu", torch.float32).file.close()
     path = weights(folder)
     last = WeightFile(path).blocks[-1]
     first_bit, end = (last.offset + last.size) * 8, path.stat().st_size * 8
@@ -138,15 +138,15 @@ def test_every_flipped_bit_of_the_index_is_noticed(folder):
 
 
 def test_another_model_in_the_same_folder(folder, tmp_path, pair):
-    """The file is made again, and a process that uses the old one goes on with it."""
+    """Another file is made, and a process that uses the old one goes on with it."""
     for name in ("a", "draft"):
         tiny("Llama", num_hidden_layers=LAYERS).save_pretrained(tmp_path / name)
         pair.tokenizer.save_pretrained(tmp_path / name)
-    old = OffloadedTarget(str(tmp_path / "a"), "cpu", torch.float32)
+    old = OffloadedTarget(find_model(str(tmp_path / "a")), "cpu", torch.float32)
     old_layer = old.layer(2)
     tiny("Llama", seed=5, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "a")
-    new = OffloadedTarget(str(tmp_path / "a"), "cpu", torch.float32)
-    assert old.file.path == new.file.path
+    new = OffloadedTarget(find_model(str(tmp_path / "a")), "cpu", torch.float32)
+    assert old.file.path != new.file.path
     for name, tensor in old.layer(2).items():
         assert tensor.equal(old_layer[name])
     name = "self_attn.q_proj.weight"
@@ -156,7 +156,8 @@ def test_another_model_in_the_same_folder(folder, tmp_path, pair):
 CODE = """
 import sys, torch
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
-target = OffloadedTarget(sys.argv[1], "cpu", torch.float32)
+from sequoia_plan.runtime.models.pretrained import find_model
+target = OffloadedTarget(find_model(sys.argv[1]), "cpu", torch.float32)
 print(float(target.layer(1)["mlp.up_proj.weight"].double().sum()), flush=True)
 """
 
@@ -185,7 +186,7 @@ def test_a_kill_while_the_file_is_written(folder):
     killed.communicate(timeout=60)
     cache = Path(os.environ["SEQUOIA_PLAN_CACHE"])
     assert list(cache.glob(".*.unfinished")) and not list(cache.glob("*.weights"))
-    OffloadedTarget(str(folder / "target"), "cpu", torch.float32)
+    OffloadedTarget(find_model(str(folder / "target")), "cpu", torch.float32)
     assert not list(cache.glob(".*.unfinished")) and weights(folder)
 
 
@@ -206,7 +207,7 @@ def test_threads_end_with_the_model(folder):
     offloaded_decoder = decoder(streamed(folder))
     offloaded_decoder.generate(PROMPT, 4)
     assert 1 <= len(set(threading.enumerate()) - threads_before) <= disk_stream.THREADS
-    stream_of(offloaded_decoder.step.target.model).close()
+    offloaded_decoder.step.target.stream.close()
     with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
         offloaded_decoder.generate(PROMPT, 4)
     del offloaded_decoder
@@ -225,17 +226,17 @@ def in_memory(folder, placement):
 def test_no_weight_is_held_twice_or_read_in_vain(folder):
     """A slot has no room, and a pass no bytes, but for the weights and the end of a page."""
     pair = streamed(folder, RESIDENT)
-    expected = in_memory(folder, "resident").target
+    expected = in_memory(folder, "resident").target.module
     storages = {
         parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
-        for parameter in pair.target.parameters()
+        for parameter in pair.target.module.parameters()
     }
     metadata = pair.metadata["target"]
     norms = sum(p.nbytes for name, p in expected.named_parameters() if "norm" in name)
     # fused norms have copies of their weights
     assert sum(storages.values()) <= metadata["resident_bytes"] + metadata["slot_bytes"] + norms
     layer_bytes = sum(p.nbytes for p in expected.model.layers[0].parameters())
-    stream = stream_of(pair.target)
+    stream = pair.target.stream
     assert stream.bytes <= (LAYERS - RESIDENT) * round_up(layer_bytes, ALIGNMENT)
 
 
@@ -243,7 +244,7 @@ def test_logits_are_bit_by_bit_those_of_fused_layers_in_memory(folder):
     pairs = streamed(folder, RESIDENT), in_memory(folder, "fused")
     text = torch.arange(3, 40)[None]
     with torch.inference_mode():
-        logits = [pair.target(text).logits for pair in pairs]
+        logits = [pair.target.module(text).logits for pair in pairs]
     assert torch.equal(*logits)
 
 
@@ -257,5 +258,5 @@ def test_weights_in_the_wrong_place_are_noticed(folder, monkeypatch):
 
 def test_layers_of_transformers_are_streamed_where_the_user_asks_for_them(folder):
     pair = streamed(folder, RESIDENT, placement="resident")
-    assert not any(type(layer) is FusedLayer for layer in pair.target.model.layers)
+    assert not any(type(layer) is FusedLayer for layer in pair.target.module.model.layers)
     assert tokens(pair).equal(tokens(in_memory(folder, "resident")))

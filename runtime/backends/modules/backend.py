@@ -74,10 +74,14 @@ class ModuleBackend(Backend):
         self.layout: CacheLayout | None = None
         self.twin: FusedTwin | None = None
         self.structure, self.weights = Watch(structure), Watch(weights)
-        self.structure.look(module)
-        self.weights.look(module)
+        self.look()
         for layer in self.recurrent:
             record_inputs(layer)
+
+    def look(self) -> None:
+        """Take the module as it is now."""
+        self.structure.look(self.module)
+        self.weights.look(self.module)
 
     @property
     def runs(self) -> Any:
@@ -97,6 +101,7 @@ class ModuleBackend(Backend):
         fused = num_fused_layers(self.module) or self.stream
         if not fused and not self.twin and self.is_on_one_cuda_device():
             self.twin = FusedTwin(self.module)
+            self.weights.look(self.module)  # which lie elsewhere now
             if not self.twin.num_fused:
                 warnings.warn(
                     f"{model_type(self.module)}: transformers' own layers run, which takes longer: "
@@ -113,7 +118,8 @@ class ModuleBackend(Backend):
 
     def is_stale(self) -> bool:
         """Is the model no longer what the backend was made for?"""
-        return bool(self.structure.changes(self.module))
+        is_stale = bool(self.structure.changes(self.module))
+        return is_stale or (self.twin is not None and self.twin.is_stale())
 
     def check(self) -> None:
         """See `Backend`."""
@@ -123,11 +129,11 @@ class ModuleBackend(Backend):
                 "made; make it anew"
             )
         check_mode(self.module)
+        if self.twin:  # before `refresh`, after which no change is seen
+            self.twin.check()
         # the memory of streamed weights changes in each pass
         if self.stream is None and self.weights.changes(self.module):
             self.refresh()
-        if self.twin:
-            self.twin.check()
 
     def refresh(self) -> None:
         """See `Backend`."""

@@ -1,6 +1,7 @@
 """Fused layers for models of users, whose own modules stay as they are."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,15 +25,23 @@ class FusedTwin:
 
     def check(self) -> None:
         """Follow changes of the weights; SequoiaPlanError for any other change."""
-        if not (names := self.watch.changes(self.module)):
-            return
-        own = {n for n, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
-        if self.num_fused and not own.issuperset(names):
+        names = self.watch.changes(self.module)
+        if others := self._others(names):
             raise SequoiaPlanError(
-                f"{model_type(self.module)}: {min({*names} - own)} changed after its layers were "
-                "fused; make the decoder anew"
+                f"{model_type(self.module)}: {min(others)} changed after its layers were fused; "
+                "make the decoder anew"
             )
-        self.pack()
+        if names:
+            self.pack()
+
+    def is_stale(self) -> bool:
+        """Has anything changed but the weights?"""
+        return bool(self._others(self.watch.changes(self.module)))
+
+    def _others(self, names: Sequence[str]) -> set[str]:
+        """Those of the changes that fused layers cannot follow."""
+        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        return {*names} - {name for name, _ in tensors} if self.num_fused else set()
 
     @torch.no_grad()
     def pack(self) -> None:

@@ -4,6 +4,7 @@ Some layers stay in memory. The others are streamed in every pass.
 """
 
 import contextlib
+import math
 import zlib
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
@@ -111,6 +112,7 @@ class OffloadedTarget:
         if stream is not None:
             attach_stream(self.model, stream, [self.layers[number] for number in numbers], blocks)
         self.backend.stream = stream
+        self.backend.look()  # its layers were replaced
         self.backend.recorded |= split.to_metadata(link, len(self.layers))
         if fused:
             self.backend.recorded["fused_layers"] = num_fused
@@ -121,10 +123,13 @@ class OffloadedTarget:
 
     def _metadata(self) -> dict[str, Any]:
         """What profiles record of the model, whose weights are in the file."""
-        mapped, samples = torch.from_numpy(self.file.map()), dict[str, Tensor]()
+        mapped, samples = self.file.map(), dict[str, Tensor]()
         for block in self.file.blocks:
-            for name, tensor in block.views(mapped[block.offset :]).items():
-                samples[name] = tensor.reshape(-1)[sampled_positions(tensor.numel())]
+            for name, place in block.tensors.items():
+                first, count = block.offset + place.start, math.prod(place.shape)
+                numbers = mapped[first : first + place.size].reshape(count, -1)
+                sample = torch.from_numpy(numbers[sampled_positions(count)])
+                samples[name] = sample.view(getattr(torch, place.dtype)).flatten()
         return module_metadata(self.model, samples)
 
     def _load(self, block: WeightBlock) -> dict[str, Tensor]:

@@ -81,10 +81,12 @@ def self_draft(
     return draft
 
 
-def share_layers(draft: Any, target: Any, numbers: Iterable[int]) -> None:
+def share_layers(draft: LoadedModel, target: LoadedModel, numbers: Iterable[int]) -> None:
     """Let a copy compute with these layers of its target, after they were loaded or replaced."""
     for number in numbers:
-        decoder_layers(draft)[1][number] = decoder_layers(target)[1][number]
+        decoder_layers(draft.module)[1][number] = decoder_layers(target.module)[1][number]
+    assert isinstance(draft.backend, ModuleBackend)
+    draft.backend.look()
 
 
 def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
