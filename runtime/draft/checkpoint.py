@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line, one_line
+from sequoia_plan.runtime.models.gguf import is_gguf
 from sequoia_plan.runtime.models.pretrained import downloaded_folder
 
 EAGLE1, EAGLE3 = "EAGLE-1", "EAGLE-3"
@@ -66,7 +67,7 @@ class Checkpoint:
 
 def find_checkpoint(source: str) -> Checkpoint | None:
     """Read the draft in a folder or under a hub ID if it reads hidden states; None otherwise."""
-    if source.endswith(".gguf"):
+    if is_gguf(source):
         return None
     folder = downloaded_folder(source)
     try:
