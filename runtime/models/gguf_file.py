@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts import SequoiaPlanError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 """By a value's type in a file: its form for `struct`."""
 STRING, ARRAY = 8, 9
 SPLIT_COUNT = "split.count"
@@ -89,7 +101,7 @@ def read_gguf(path: Path) -> GgufFile:
             if first + count * row_bytes > len(reader.view):
                 raise ValueError(f"it ends at {len(reader.view)} bytes, inside tensor {name}")
             tensors[name] = GgufTensor(path, format.name, shape, first, row_bytes)
-    except (ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
+    except Exception as error:  # a damaged file may say anything
         raise SequoiaPlanError(f"{path}: no whole GGUF file ({error}); get it again") from error
     if (count := metadata.get(SPLIT_COUNT, 1)) > 1:
         raise SequoiaPlanError(
@@ -142,8 +154,10 @@ class _Reader:
         """The next value of a kind."""
         if kind == STRING:
             return self.string()
-        if kind != ARRAY:
+        if kind in NUMBERS:
             return self.numbers(NUMBERS[kind])[0]
+        if kind != ARRAY:
+            raise ValueError(f"a value of the unknown type {kind}")
         kind, count = self.numbers("IQ")
         if count > len(self.view):
             raise ValueError(f"an array of {count} values")
