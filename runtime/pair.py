@@ -173,6 +173,7 @@ def add_draft(
         name = model.name
     elif source.endswith(".safetensors"):
         model, name = backends.place(load_draft(source, target), placement), Path(source).stem
+        model.name = name
     elif draft == MTP or (checkpoint := find_checkpoint(source)):
         if draft == MTP:
             model, name = load_mtp(target), MTP

@@ -101,7 +101,7 @@ def read_gguf(path: Path) -> GgufFile:
             if first + count * row_bytes > len(reader.view):
                 raise ValueError(f"it ends at {len(reader.view)} bytes, inside tensor {name}")
             tensors[name] = GgufTensor(path, format.name, shape, first, row_bytes)
-    except (ValueError, struct.error, UnicodeDecodeError, OverflowError) as error:
+    except Exception as error:  # a damaged file may say anything
         raise SequoiaPlanError(f"{path}: no whole GGUF file ({error}); get it again") from error
     if (count := metadata.get(SPLIT_COUNT, 1)) > 1:
         raise SequoiaPlanError(
@@ -154,8 +154,10 @@ class _Reader:
         """The next value of a kind."""
         if kind == STRING:
             return self.string()
-        if kind != ARRAY:
+        if kind in NUMBERS:
             return self.numbers(NUMBERS[kind])[0]
+        if kind != ARRAY:
+            raise ValueError(f"a value of the unknown type {kind}")
         kind, count = self.numbers("IQ")
         if count > len(self.view):
             raise ValueError(f"an array of {count} values")

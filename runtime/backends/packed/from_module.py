@@ -49,24 +49,33 @@ class PackedModule(PackedBackend):
 
     def is_stale(self) -> bool:
         """Is the module no longer one that can be packed anew?"""
-        return bool(self.watch.changes(self.module) and why_not_module(self.module))
+        return bool(self._follow())
 
     def check(self) -> None:
         """See `Backend`."""
         check_mode(self.module)
-        names = self.watch.changes(self.module)
+        if reason := self._follow():
+            raise SequoiaPlanError(f"{model_type(self.module)}: {reason}; make the decoder anew")
+
+    def _follow(self) -> str:
+        """Pack the module anew if it changed; returns why that cannot be."""
+        before, names = self.watch.state, self.watch.changes(self.module)
         if not names:
-            return
+            return ""
+        embedding, head = (
+            m.weight for m in (self.module.get_input_embeddings(), self.module.lm_head)
+        )
+        sizes = self.module.dtype, len(embedding), len(head)
         reason = why_not_module(self.module)
+        if not reason and sizes != (self.dtype, self.num_embeddings, self.vocabulary):
+            reason = "its vocabulary or its dtype is another one"
         if not reason:
             self.refresh()
             reason = self.differs()
-        if reason:
-            self.watch.state = {}  # the next text tries again
-            raise SequoiaPlanError(
-                f"{model_type(self.module)}: {names[0]} changed after it was compiled for this "
-                f"processor, and {reason}; make the decoder anew"
-            )
+        if not reason:
+            return ""
+        self.watch.state = {**(before or {}), "refused": True}  # the next text tries again
+        return f"{names[0]} changed after it was compiled for this processor, and {reason}"
 
     def prepare(self, hidden_states: Sequence[int]) -> None:
         """See `Backend`."""
