@@ -31,11 +31,10 @@ from sequoia_plan.engines import planning
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
 from sequoia_plan.engines.plan import NONE, Cell, Drafting, MeasuredCell
-from sequoia_plan.engines.pool import EnginePool
+from sequoia_plan.engines.pool import EnginePool, EngineRun, RunKind, Workload, measured_cell
 from sequoia_plan.engines.prediction import predict_cells
 from sequoia_plan.engines.spec_types import MIN_PROBS, split_types
 from sequoia_plan.engines.vllm import VllmPool
-from sequoia_plan.engines.workload import EngineRun, RunKind, Workload, measured_cell
 from sequoia_plan.profiler.hardware import fingerprint
 
 VLLM_OPTIONS = {
@@ -102,14 +101,15 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
         target=arguments.target,
         draft=arguments.draft,
         workload=Workload.load(None, arguments.prompts, arguments.tokens),
-        max_context=max(contexts),
+        max_length=max_length,
+        batches=batches,
+        contexts=contexts,
         report_status=lambda text: print(text, flush=True),
         python=arguments.python,
         speculative={"method": arguments.method, "model": arguments.draft},
         options=options,
     ) as pool:
-        measurements = planning.measure(pool, batches, max_length, contexts)
-        plan = planning.plan_of(pool, measurements, batches)
+        plan = planning.plan_of(pool, pool.measure())
         grid = product(map(Drafting, range(max_length + 1)), batches, contexts)
         measured = measure_kinds(
             pool, [RunKind(*kind) for kind in grid], arguments.repeats, pool.workload.held_out
@@ -125,22 +125,23 @@ def measure_vllm(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure_llamacpp(arguments: argparse.Namespace) -> dict[str, Any]:
     """Diagnoses a pair in llama.cpp, measures the cells, and adds the result to the file."""
-    build = find_build(arguments.server)
-    draft_type, _ = split_types(None, build.types, arguments.target, arguments.draft)
+    draft_type, _ = split_types(None, arguments.target, arguments.draft)
     names = ("name", "threads", "prompts", "tokens")
     result = {name: getattr(arguments, name) for name in names}
-    result |= {"version": build.version, "type": draft_type}
+    result["type"] = draft_type
     with LlamaCppPool(
         target=arguments.target,
         draft=arguments.draft,
         workload=Workload.load(None, arguments.prompts, arguments.tokens),
+        max_length=MOST,
         report_status=lambda text: print(text, flush=True),
-        build=build,
+        build=find_build(arguments.server, draft_type or "none"),
         draft_type=draft_type,
         arguments=["-t", str(arguments.threads)],
     ) as pool:
         start_time = time.perf_counter()
-        model, times = pool.measure(MOST, 0)
+        ((model, times),) = pool.measure()
+        result["version"] = pool.version
         model = replace(model, draftings=[*model.draftings, *JOINED * bool(draft_type)])
         cells = {cell.drafting: cell for cell in predict_cells(model, times, 1)}
         result["planning_seconds"] = time.perf_counter() - start_time

@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import chain
+from itertools import chain, count, islice, repeat, takewhile
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import structs
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.counts import Floats
-from sequoia_plan.engines.chain import effective_trials
 from sequoia_plan.engines.plan import NONE, ChainAcceptance, Drafting
-from sequoia_plan.engines.prediction import Expectation, ratio_error
-from sequoia_plan.engines.timing import StepTimes
+from sequoia_plan.engines.prediction import Expectation, StepTimes, relative_error
 
-NOTHING_DRAFTED = "nothing was drafted on these texts: give more --tokens or other prompts"
+NOTHING_DRAFTED = "nothing was drafted on these texts: give others with --prompts"
 
 
 class ChainStep(NamedTuple):
@@ -38,12 +33,16 @@ class ChainStep(NamedTuple):
     """Whether the server reported the step alone."""
 
 
+Texts = Sequence[Sequence[ChainStep]]
+"""The steps of each text."""
+
+
 class Proposal(NamedTuple):
     """The token that a draft proposes at a position of a text, after the text's own tokens."""
 
     prob: float
     agrees: bool
-    candidates: Sequence[int] = ()
+    candidates: list[int] = []
     """The likeliest tokens, first the one that is drafted."""
 
 
@@ -67,14 +66,20 @@ class DraftedText:
     first: Sequence[Proposal] = ()
     """Proposals where a chain begins, if they are others: of a draft that reads hidden states."""
 
-    def proposal(self, position: int, wrong: int | None) -> Proposal:
-        """What is proposed at a position of a chain whose first wrong token is at `wrong`."""
-        if wrong is not None:
-            tail = self.tails.get(wrong) or [self.proposals[wrong].prob]
-            return Proposal(tail[min(position - wrong, len(tail)) - 1], False)
-        if position < len(self.proposals):
-            return self.proposals[position]
-        return Proposal(self.proposals[-1].prob, True)  # beyond the end all accepted is lost
+    def proposed(self, position: int) -> Iterator[Proposal]:
+        """What a chain proposes that begins at a position, as long as it is asked."""
+        for at in count(position):
+            if at == position < len(self.first):
+                proposal = self.first[at]
+            elif at < len(self.proposals):
+                proposal = self.proposals[at]
+            else:
+                proposal = Proposal(self.proposals[-1].prob, True)  # beyond the end all is lost
+            yield proposal
+            if not proposal.agrees:
+                tail = self.tails.get(at) or [self.proposals[at].prob]
+                for prob in chain(tail, repeat(tail[-1])):
+                    yield Proposal(prob, False)
 
     @cached_property
     def matches(self) -> Callable[[int], Sequence[int]]:
@@ -83,9 +88,10 @@ class DraftedText:
 
     def replay(self, drafting: Drafting) -> list[ChainStep]:
         """Decodes the text again in another way."""
-        end = len(self.proposals) if drafting.length else len(self.tokens) - 1
-        if drafting.lookup_size:
-            end = min(end, len(self.tokens) - 1)
+        ends = [len(self.proposals)] * (drafting.length > 0)
+        if drafting.lookup_size or not ends:
+            ends.append(len(self.tokens) - 1)
+        end = min(ends)
         steps = []
         position = 0
         while position < end:
@@ -121,26 +127,21 @@ class DraftedText:
         A draft that reads hidden states drafts the whole chain and then cuts it off.
         """
         most = drafting.length if self.first else min(drafting.length, room)
-        drafted = accepted = 0
-        wrong = None  # position of the chain's first wrong token
-        while drafted < most:
-            proposal = self.proposal(position + drafted, wrong)
-            if not drafted and position < len(self.first):
-                proposal = self.first[position]
-            if proposal.prob < drafting.min_prob:
-                break
-            if wrong is None and not proposal.agrees:
-                wrong = position + drafted
-            drafted += 1
-            accepted += wrong is None
-        passes = drafted + (drafted < most)
-        return min(drafted, room), min(accepted, room), passes
+        likely = takewhile(
+            lambda proposal: proposal.prob >= drafting.min_prob, self.proposed(position)
+        )
+        agrees = [proposal.agrees for proposal in islice(likely, most)]
+        passes = len(agrees) + (len(agrees) < most)
+        accepted = [*agrees, False].index(False)
+        return min(len(agrees), room), min(accepted, room), passes
 
 
-def drafted_text(
-    steps: Sequence[ChainStep], chains: Iterator[Sequence[Proposal]], limit: int
+def with_proposals(
+    text: DraftedText, steps: Sequence[ChainStep], chains: Iterable[Sequence[Proposal]]
 ) -> DraftedText:
-    """Puts the next recorded chains together, those of one text.
+    """Adds what a draft proposed along a text, from recorded steps and their logged chains.
+
+    Some drafts log nothing: no p-min can be planned.
 
     A chain that was accepted whole says nothing about the next position. The draft is taken to
     agree there as it did just before, with the same probability. Long chains make that rare.
@@ -148,33 +149,30 @@ def drafted_text(
     proposals: list[Proposal] = []
     tails: dict[int, Sequence[float]] = {}
     num_tokens = 0
-    is_known = True  # whose tokens are whose, before steps that are reported together
+    unlogged = ([Proposal(1.0, False)] * step.drafted for step in steps if step.drafted)
+    chains = iter(chains or unlogged)
     for step in steps:
-        logged: list[Proposal] = []
-        while len(logged) < step.drafted:
-            proposed = next(chains, None)
-            if not proposed:
-                raise SequoiaPlanError(
-                    "the server's debug log has fewer drafted tokens than its timings; this build "
-                    "logs otherwise than ggml 0.25"
-                )
-            logged += proposed
-        is_known = is_known and step.is_single
-        if not is_known:
-            continue
+        if not step.is_single:
+            break  # from there on it is not known whose tokens are whose
+        logged = next(chains, ()) if step.drafted else ()
+        if len(logged) < step.drafted:
+            raise SequoiaPlanError(
+                "the server's debug log has fewer drafted tokens than its timings; this build "
+                "logs otherwise than ggml 0.25"
+            )
         num_tokens += step.tokens
         drafted = logged[: step.drafted]  # the server cuts off what a request has no room for
         proposals += [proposal._replace(agrees=True) for proposal in drafted[: step.accepted]]
         if step.accepted < step.drafted:
             tails[len(proposals)] = [proposal.prob for proposal in drafted[step.accepted + 1 :]]
-            proposals.append(drafted[step.accepted])
+            wrong = drafted[step.accepted]
             unknown = step.tokens - step.accepted - 1  # of a recurrent target
-            proposals += [drafted[step.accepted]._replace(candidates=())] * unknown
+            proposals += [wrong, *[wrong._replace(candidates=[])] * unknown]
         elif drafted:
-            proposals.append(proposals[-1]._replace(candidates=()))
+            proposals.append(proposals[-1]._replace(candidates=[]))
         else:  # the last token of a text is not drafted
             proposals.append(Proposal(0.0, False))
-    return DraftedText(limit, proposals=proposals[: min(limit - 1, num_tokens)], tails=tails)
+    return replace(text, proposals=proposals[: min(text.limit - 1, num_tokens)], tails=tails)
 
 
 def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
@@ -202,24 +200,27 @@ class ReplayModel:
     draftings: Sequence[Drafting]
     """The ways to choose from, none first."""
     acceptance: ChainAcceptance
-    recorded: Mapping[Drafting, Sequence[Sequence[ChainStep]]] = field(default_factory=dict)
+    recorded: Mapping[Drafting, Texts] = field(default_factory=dict)
     """Steps that a server made, with their seconds, in ways that are not replayed."""
 
     @cached_property
-    def replays(self) -> dict[Drafting, Sequence[Sequence[ChainStep]]]:
-        """Of each way of drafting the steps of every text that has any."""
-        replayed = {each: [text.replay(each) for text in self.texts] for each in self.draftings}
-        return {**replayed, **self.recorded}
+    def replays(self) -> Callable[[Drafting], Texts]:
+        """The steps of every text by the way of drafting."""
+        return cache(
+            lambda drafting: (
+                self.recorded.get(drafting) or [text.replay(drafting) for text in self.texts]
+            )
+        )
 
     def improved(self, gain: float) -> ReplayModel:
         """The model with a draft that is right more often: some wrong proposals become so."""
         rng = random.Random(0)
-        wrong = [p for text in self.texts for p in text.proposals if not p.agrees]
-        share = gain * sum(len(text.proposals) for text in self.texts) / max(len(wrong), 1)
+        wrong_share = np.mean([not p.agrees for text in self.texts for p in text.proposals])
 
         def better(proposals: Sequence[Proposal]) -> list[Proposal]:
-            certain = Proposal(1.0, True)
-            return [p if p.agrees or rng.random() > share else certain for p in proposals]
+            becomes_right = (rng.random() * wrong_share < gain for _ in proposals)
+            pairs = zip(proposals, becomes_right, strict=True)
+            return [Proposal(1.0, True) if right and not p.agrees else p for p, right in pairs]
 
         texts = [
             replace(text, proposals=better(text.proposals), first=better(text.first))
@@ -229,46 +230,34 @@ class ReplayModel:
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
         """The mean step of all texts. The error is from how texts differ and from the times."""
-        replays = [steps for steps in self.replays[drafting] if steps]
-        tokens = [sum(step.tokens for step in steps) for steps in replays]
-        price = cache(lambda *kind: float(parts_of(drafting, times, *kind).sum()))
+        texts = [steps for steps in self.replays(drafting) if steps]
+        tokens = [sum(step.tokens for step in steps) for steps in texts]
+        price = cache(
+            lambda drafted, passes: float(times.parts(drafted, passes, drafting.length > 0).sum())
+        )
         seconds = [
             sum(step.seconds or price(step.drafted, step.passes) for step in steps)
-            for steps in replays
+            for steps in texts
         ]
         time_error = times.seconds_and_error(batch, drafting.length)[1]
-        speed = sum(tokens) / sum(seconds)
-        text_error = ratio_error(tokens, seconds) / speed if drafting != NONE else 0.0
-        num_steps = sum(map(len, replays))
+        text_error = relative_error(tokens, seconds) if drafting != NONE else 0.0
+        num_steps = sum(map(len, texts))
         return Expectation(
             sum(tokens) / num_steps, sum(seconds) / num_steps, math.hypot(time_error, text_error)
         )
 
-    def parts_per_token(self, drafting: Drafting, times: StepTimes) -> Floats:
-        """Seconds of the parts of all steps over their tokens, of a chain (`StepTimes.parts`)."""
-        steps = [*chain.from_iterable(self.replays[drafting])]
-        counts = Counter((step.drafted, step.passes) for step in steps)
-        parts = [count * parts_of(drafting, times, *kind) for kind, count in counts.items()]
-        return np.sum(parts, axis=0) / sum(step.tokens for step in steps)
 
-
-def parts_of(drafting: Drafting, times: StepTimes, drafted: int, passes: int) -> Floats:
-    """Seconds of the parts of a step, float64 [4]."""
-    return np.array(times.parts(drafted, passes if drafting.length else None))
-
-
-def acceptance_of(texts: Sequence[Sequence[ChainStep]], source: str) -> ChainAcceptance:
+def acceptance_of(texts: Texts, source: str) -> ChainAcceptance:
     """Counts how far chains were accepted, in those steps that drafted the longest chains."""
-    steps = [*chain.from_iterable(texts)]
+    steps = [*chain(*texts)]
     length = max((step.drafted for step in steps), default=0)
-    if not length:
-        return ChainAcceptance(max(len(steps), 1), (0,), source=source)
-    full = [step for step in steps if step.drafted == length]
-    counts = ChainAcceptance(
-        drafts=len(full),
-        accepted=tuple(sum(step.accepted > i for step in full) for i in range(length)),
-        drafting_share=round(sum(step.drafted > 0 for step in steps) / len(steps), 4),
+    longest = [step for step in steps if step.drafted == length]
+    return ChainAcceptance(
+        drafts=max(len(longest), 1),
+        accepted=tuple(sum(step.accepted > i for step in longest) for i in range(max(length, 1))),
+        error=relative_error(
+            (sum(step.tokens - 1 for step in text) for text in texts), map(len, texts)
+        ),
+        drafting_share=sum(step.drafted > 0 for step in steps) / max(len(steps), 1),
         source=source,
     )
-    tokens_by_text = [[step.tokens for step in steps] for steps in texts]
-    return structs.replace(counts, trials=round(effective_trials(counts, tokens_by_text), 1))

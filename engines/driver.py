@@ -1,4 +1,4 @@
-"""Runs vLLM for `process.EngineProcess`, as a script for the Python that has vLLM.
+"""Runs vLLM for `engine_process.EngineProcess`, as a script for the Python that has vLLM.
 
 The script imports nothing of this package. It reads requests from stdin, a JSON object a line, and
 writes a line for each to the original stdout. Everything that the engine prints goes to stderr.
@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
 
@@ -39,52 +38,37 @@ def fill_up(prompt: Sequence[int], before: Sequence[int]) -> list[int]:
     return [*before[: len(before) - len(own)], *own]
 
 
-@dataclass
-class Request:
-    """A prompt that the engine decodes, by its index."""
-
-    prompt: int
-    slot: int
-    num_tokens: int = 0
-
-
 class Driver:
     """One engine and its prompts. Its public methods are the commands."""
 
     def start(
         self, model: str, speculative: dict[str, Any] | None, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Loads the models."""
+    ) -> tuple[str, str]:
+        """Loads the models, and returns vLLM's version and the kind of device."""
         import vllm
-        from vllm.config import SpeculativeConfig
 
         config = {"speculative_config": speculative} if speculative else {}
         self.vllm: Any = vllm
         self.llm: Any = vllm.LLM(model=model, **config, **{"disable_log_stats": False, **options})
         self.engine: Any = self.llm.llm_engine
         self.request_ids = count()
-        schedule = "num_speculative_tokens_per_batch_size"
-        return {
-            "version": vllm.__version__,
-            "device": vllm.platforms.current_platform.device_type,
-            "accepts_schedule": schedule in SpeculativeConfig.__dataclass_fields__,
-        }
+        return vllm.__version__, vllm.platforms.current_platform.device_type
 
-    def encode(self, prompts: list[Any]) -> list[list[list[int]]]:
-        """Token ids of prompts in the tokenizer's chat template if it has one, and without it."""
+    def encode(self, prompts: list[Any]) -> list[list[int]]:
+        """Token ids of prompts, in the tokenizer's chat template if it has one."""
         tokenizer = self.llm.get_tokenizer()
-        encoded, texts = [], []
+        encoded = []
         for prompt in prompts:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            token_ids = tokenizer.encode("\n\n".join(message["content"] for message in messages))
-            texts.append(token_ids)
+            text = "\n\n".join(message["content"] for message in messages)
+            options = {}
             if getattr(tokenizer, "chat_template", None):
                 text = tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=False
                 )
-                token_ids = tokenizer.encode(text, add_special_tokens=False)
-            encoded.append(token_ids)
-        return [encoded, texts]
+                options = {"add_special_tokens": False}
+            encoded.append(tokenizer.encode(text, **options))
+        return encoded
 
     def run(
         self,
@@ -93,71 +77,58 @@ class Driver:
         tokens: int,
         steps: int | None = None,
         temperature: float = 0.0,
-        drain: bool = False,
     ) -> dict[str, Any]:
         """Decodes prompts, as many requests at a time as there are slots, and times the full steps.
 
-        The next prompt starts when a request ends. The run ends when fewer requests than slots are
-        left, or, with `drain`, when none is left. `texts_before` has for each slot the tokens that
-        fill up its prompts.
+        The next prompt starts when a request ends. The run ends with the last request, or after so
+        many full `steps`. `texts_before` has for each slot the tokens that fill up its prompts.
         """
         counters_before = self._read_counters()
-        batch = len(texts_before)
         waiting = list(enumerate(prompts))
-        requests: dict[str, Request] = {}
-        free_slots = list(range(batch))
+        free_slots = list(range(len(texts_before)))
+        requests: dict[str, tuple[int, int]] = {}  # a prompt's index and its slot
         sampling = self.vllm.SamplingParams(
             temperature=temperature,
             max_tokens=tokens,
             # where only times are wanted: what follows such a context may be the end of the text
             ignore_eos=bool(texts_before[0]) and steps is not None,
         )
+        num_tokens = [0] * len(prompts)
         tokens_by_prompt: list[list[int]] = [[] for _ in prompts]
-        step_seconds: list[float] = []
-        step_tokens: list[int] = []
+        full_steps: list[tuple[float, int]] = []  # seconds and tokens
         last_time = time.perf_counter()
-        while waiting or len(requests) == batch or (drain and requests):
-            while waiting and len(requests) < batch:
+        while (waiting or requests) and (steps is None or len(full_steps) < steps):
+            while waiting and free_slots:
                 index, token_ids = waiting.pop(0)
-                request = Request(index, free_slots.pop(0))
+                slot = free_slots.pop(0)
                 request_id = str(next(self.request_ids))
-                filled = {"prompt_token_ids": fill_up(token_ids, texts_before[request.slot])}
+                filled = {"prompt_token_ids": fill_up(token_ids, texts_before[slot])}
                 self.engine.add_request(request_id, filled, sampling)
-                requests[request_id] = request
-            is_full = len(requests) == batch
+                requests[request_id] = index, slot
+            is_full = not free_slots
+            num_before = sum(num_tokens)
             outputs = self.engine.step()
             end_time = time.perf_counter()
-            num_new_tokens = 0
             for output in outputs:
-                request = requests[output.request_id]
-                num_tokens = len(output.outputs[0].token_ids)
-                num_new = num_tokens - request.num_tokens
-                if request.num_tokens:
-                    tokens_by_prompt[request.prompt].append(num_new)
+                index, slot = requests[output.request_id]
+                num_new = len(output.outputs[0].token_ids) - num_tokens[index]
+                if num_tokens[index]:
+                    tokens_by_prompt[index].append(num_new)
                 else:  # the step had the request's prefill in it
                     is_full = False
-                request.num_tokens = num_tokens
-                num_new_tokens += num_new
+                num_tokens[index] += num_new
                 if output.finished:
-                    free_slots.append(request.slot)
+                    free_slots.append(slot)
                     del requests[output.request_id]
-            if is_full and len(outputs) == batch:
-                step_seconds.append(end_time - last_time)
-                step_tokens.append(num_new_tokens)
+            if is_full and len(outputs) == len(texts_before):
+                full_steps.append((end_time - last_time, sum(num_tokens) - num_before))
             last_time = end_time
-            if steps is not None and len(step_seconds) >= steps:
-                break
-        self.engine.abort_request(list(requests))  # those that `steps` or the end left unfinished
+        self.engine.abort_request(list(requests))
         while self.engine.has_unfinished_requests():
             self.engine.step()
         counters = self._read_counters()
         counters.subtract(counters_before)
-        return {
-            "step_seconds": step_seconds,
-            "step_tokens": step_tokens,
-            "tokens_by_prompt": tokens_by_prompt,
-            "counters": counters,
-        }
+        return {"steps": full_steps, "tokens_by_prompt": tokens_by_prompt, "counters": counters}
 
     def _read_counters(self) -> Counter[str]:
         """vLLM's counters of speculation by name, or `name[position]`, summed over engines."""

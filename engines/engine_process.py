@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,19 +36,19 @@ ADVICE = {
     r"alloc|out of memory|KV cache": "not enough memory: a shorter context (-c in --server-args, "
     "max_model_len in --engine-args) takes less, and fewer layers on the device (-ngl)",
     r"No module named .vllm": "name the Python that has vLLM with --python",
-    r"invalid argument|unknown argument": "this llama-server has no such option: build a newer one",
-    r"\b401\b": "the server needs a key: give --api-key",
-    r"Connection refused": "no server answers there: start it, or name another --url",
+    r"invalid argument": "this llama-server has no such option: build a newer one",
+    r"exit code -4\b": "it was built for another processor: build it with "
+    "-DGGML_NATIVE=OFF and the instructions that this one runs",
     r"timed out": "it hangs: see whether it answers /completion at all",
 }
-"""What to do, by what an error says."""
+"""What to do, by what an error of an engine that was started here says."""
 MAX_LOG_BYTES = 1 << 17
 """The end of the log in which the cause of an error is searched."""
 
 
-def advised(text: str) -> str:
+def advised(text: str, advice: Mapping[str, str] = ADVICE) -> str:
     """An error in one line, with what to do about it where that is known."""
-    hints = [f"; {hint}" for pattern, hint in ADVICE.items() if re.search(pattern, text)]
+    hints = [f"; {hint}" for pattern, hint in advice.items() if re.search(pattern, text)]
     return "".join([" ".join(text.split()), *hints[:1]])
 
 

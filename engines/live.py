@@ -1,82 +1,126 @@
 """A server that runs already: what its timings and counters say. Nothing is changed there."""
 
+import time
 from collections.abc import Callable, Mapping
 from itertools import chain, product
-from typing import Any
+from urllib.error import HTTPError
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines import counters
-from sequoia_plan.engines.chain import ChainModel
 from sequoia_plan.engines.chain_replay import NOTHING_DRAFTED, acceptance_of
+from sequoia_plan.engines.counters import ACCEPT_LENGTH, NUM_DRAFTS, STEPS, chain_acceptance
 from sequoia_plan.engines.llama_server import Server
 from sequoia_plan.engines.llamacpp import timed_steps
-from sequoia_plan.engines.plan import Cell, ContextPlan, Drafting, EnginePlan, StepSeconds
+from sequoia_plan.engines.plan import NONE, Cell, ContextPlan, Drafting, EnginePlan
 from sequoia_plan.engines.planning import make_plan
-from sequoia_plan.engines.timing import StepTimes
-from sequoia_plan.engines.workload import Workload
+from sequoia_plan.engines.pool import Workload
+from sequoia_plan.engines.prediction import ChainModel, StepTimes
 
 WATCH_SECONDS = 10
 
 
 def diagnose_server(
-    url: str, key: str, workload: Workload, report_status: Callable[[str], None]
+    server: Server, workload: Workload, report_status: Callable[[str], None]
 ) -> EnginePlan:
-    """Asks a llama-server for texts, or reads the counters of a vLLM."""
-    server = Server(url, key)
-    report_status(f"asking {url}")
+    """Asks a llama-server for texts, or reads the counters of a vLLM or SGLang twice."""
+    report_status(f"asking {server.address}")
     try:
-        properties = server.ask("/props")
-    except SequoiaPlanError as error:
-        if " 404" not in str(error):
-            raise
-        report_status(f"reading the counters of {url} for {WATCH_SECONDS} seconds")
-        return diagnose_steps(counters.watch(url, WATCH_SECONDS), url)
-    return diagnose_llama_server(server, properties, workload, report_status)
+        version = server.version()
+    except SequoiaPlanError as refusal:
+        if not isinstance(refusal.__cause__, HTTPError | ValueError):
+            raise  # nothing answers
+        try:
+            before, start_time = server.counters(), time.perf_counter()
+        except SequoiaPlanError as error:
+            raise SequoiaPlanError(f"{refusal}; no counters either: {error}") from error
+        report_status(f"reading the counters of {server.address} for {WATCH_SECONDS} seconds")
+        time.sleep(WATCH_SECONDS)
+        after = server.counters()
+        return plan_of_counters(before, after, time.perf_counter() - start_time, server.address)
+    return diagnose_llama_server(server, version, workload, report_status)
 
 
-def diagnose_steps(steps: counters.ServedSteps, url: str) -> EnginePlan:
-    """What a vLLM's own steps say; whether to speculate takes the time of a step without it."""
-    if not steps.acceptance:
+def plan_of_counters(
+    before: Mapping[str, float], after: Mapping[str, float], elapsed: float, url: str
+) -> EnginePlan:
+    """What the steps between two readings say, `elapsed` seconds apart, averaged over requests.
+
+    A step's time has whatever else the server did in it, such as prefills of others. Whether to
+    speculate takes the time of a step without it, which no counter has.
+    """
+    risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    engine = "sglang" if any(name.startswith("sglang:") for name in after) else "vllm"
+    pairs = [
+        [risen.get(f"{engine}:{name}_{part}", 0.0) for part in ("count", "sum")] for name in STEPS
+    ]
+    num_outputs, seconds = next((pair for pair in pairs if min(pair) > 0), (0.0, 0.0))
+    if not num_outputs:
+        names = ", ".join(name for name, rise in risen.items() if rise > 0)
         raise SequoiaPlanError(
-            f"{url}: nothing is drafted, and a step of {steps.requests:.1f} requests takes "
-            f"{steps.seconds * 1000:.1f} ms; diagnose vllm says whether to speculate"
+            f"{url}: in {elapsed:.0f} seconds found {names[:300] or 'no counter'} to rise, "
+            f"expected {engine}:{STEPS[0]}_count; send the server your usual requests meanwhile"
         )
-    length, batch = len(steps.acceptance.accepted), max(round(steps.requests), 1)
-    speed = steps.requests * steps.tokens / steps.seconds
-    cell = Cell(batch, Drafting(length), steps.tokens, steps.seconds, speed, speed, speed, 1.0)
-    timed = StepSeconds(batch, length, steps.seconds)
-    break_even = steps.seconds / steps.tokens
-    part = ContextPlan(0, steps.acceptance, (timed,), (cell,), break_even_seconds=break_even)
-    return EnginePlan(engine="vllm", target=url, contexts=(part,))
+    acceptance = chain_acceptance(risen, url) if risen.get(NUM_DRAFTS) else None
+    num_steps = num_outputs
+    if engine == "sglang":  # has an output for each token
+        tokens = max(after.get(ACCEPT_LENGTH, 0.0), 1.0)
+        num_steps /= tokens
+        drafting = Drafting(types="speculation") if tokens > 1 else NONE
+    else:
+        first_tokens = risen.get("vllm:time_to_first_token_seconds_count", 0.0)
+        tokens = max((risen.get("vllm:generation_tokens", 0.0) - first_tokens) / num_steps, 1.0)
+        drafting = Drafting(len(acceptance.accepted)) if acceptance else NONE
+    requests, step_seconds = seconds / elapsed, seconds / num_steps
+    if drafting == NONE:
+        raise SequoiaPlanError(
+            f"{url}: nothing is drafted, and a step of {requests:.1f} requests takes "
+            f"{step_seconds * 1000:.1f} ms; start the server with a draft to see what it gives"
+        )
+    speed = requests * tokens / step_seconds
+    cell = Cell(
+        batch=max(round(requests), 1),
+        drafting=drafting,
+        tokens_per_step=tokens,
+        seconds=step_seconds,
+        throughput=speed,
+        low=speed,
+        high=speed,
+        speedup=1.0,
+    )
+    break_even = step_seconds / tokens
+    part = ContextPlan(0, acceptance, (), (cell,), break_even_seconds=break_even)
+    return EnginePlan(engine=engine, target=url, contexts=(part,))
 
 
 def diagnose_llama_server(
-    server: Server,
-    properties: Mapping[str, Any],
-    workload: Workload,
-    report_status: Callable[[str], None],
+    server: Server, version: str, workload: Workload, report_status: Callable[[str], None]
 ) -> EnginePlan:
     """Decodes prompts, and times the steps of shorter chains in requests without room for more."""
-    prompts = [server.encode(workload.prompts[i]) for i in workload.measuring]
+    prompts = [server.encode(workload.prompts[index]) for index in workload.measuring]
     report_status(f"decoding {len(prompts)} prompts")
     recorded = [server.generate(prompt, workload.tokens) for prompt in prompts]
-    if not any(step.drafted for step in chain(*recorded)):
-        raise SequoiaPlanError(f"{server.address}: {NOTHING_DRAFTED}")
     acceptance = acceptance_of(recorded, f"{len(prompts)} prompts")
     length = len(acceptance.accepted)
+    if not any(step.drafted for step in chain(*recorded)):
+        raise SequoiaPlanError(f"{server.address}: {NOTHING_DRAFTED}")
     report_status("timing steps")
     rooms = product(prompts[:3], range(length + 1))
     short = (server.generate(prompt, room + 2, True) for prompt, room in rooms)
-    times = StepTimes(tuple(timed_steps(chain(*recorded, *short))))
+    timed = timed_steps(chain(*recorded, *short))
+    if 0 not in timed:
+        raise SequoiaPlanError(
+            f"{server.address}: it drafts in every step, so none can be compared"
+        )
+    times = StepTimes(tuple(timed.values()))
+
+    def launch_options(part: ContextPlan) -> tuple[str, ...]:
+        length = part.best_cell(1).speculative_tokens
+        return (f"--spec-draft-n-max {length}",) if length else ()
+
     return make_plan(
         [(ChainModel(acceptance, length), times)],
         [1],
-        lambda part: tuple(
-            f"--spec-draft-n-max {entry.speculative_tokens}"
-            for entry in part.schedule
-            if entry.speculative_tokens
-        ),
+        launch_options,
         engine="llamacpp",
-        engine_version=properties.get("build_info", ""),
+        engine_version=version,
         target=server.address,
     )

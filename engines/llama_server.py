@@ -19,25 +19,44 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError
+from urllib.parse import urlencode
 from urllib.request import ProxyHandler, Request, build_opener
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import PromptText
 from sequoia_plan.engines.chain_replay import ChainStep, Proposal
-from sequoia_plan.engines.engine_process import EngineProcess, advised
+from sequoia_plan.engines.counters import parse
+from sequoia_plan.engines.engine_process import ADVICE, EngineProcess, advised
 
 START_SECONDS = 600
 """A server must be ready within this time."""
 ANSWER_SECONDS = 600
 """A request must be answered within this time."""
+END_SECONDS = 5
+"""A server that does not answer may be ending, which takes no longer."""
+LOG_SECONDS = 0.2
+"""Another thread of the server writes its log, after so long at most."""
 CANDIDATE = re.compile(rb"draft candidate\s+(\d), pos\s+(\d+):\s*(\d+) \(\s*([\d.]+)\)")
 """A likely token of a draft's pass in the debug log: its rank from 0 on, its position in the chain,
 its id and its probability."""
-TYPES = re.compile(r"--spec-type\s+(none\S*)")
+DEVICE = re.compile(r"Available devices:\s*\n\s*(?!\(none\))\S")
 NO_SPECULATION = re.compile(rb"(failed to initialize speculative|speculative decoding not supp).*")
-OPENER = build_opener(ProxyHandler({}))  # no proxy reaches this machine
+URL_ADVICE = {
+    r"Error 401": "the server needs a key: give --api-key",
+    r"model name is missing|model '.*' not found": "name one of the router's models with --model",
+    r"Connection refused": "no server answers there: start it, or name another --url",
+    r"unknown url type": "--url begins with http:// or https://",
+    r"timed out": "it hangs: see whether it answers /completion at all",
+}
+"""What to do, by what an error of a server that runs already says."""
+OPENER = build_opener(ProxyHandler({}))
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,57 +64,87 @@ class Build:
     """A llama-server."""
 
     path: str
-    version: str
     has_device: bool
-    types: tuple[str, ...] = ()
-    """Its types of speculation."""
 
 
-def find_build(server: str) -> Build:
-    """Finds a llama-server, and what it says of itself."""
+def find_build(server: str, types: str) -> Build:
+    """Finds a llama-server that knows these types of speculation, and says if it has a device."""
     path = shutil.which(server)
     if not path:
         raise SequoiaPlanError(
             f"--server {server}: no such program; build llama.cpp and give its llama-server"
         )
-    version = re.search(r"version: (.*)|$", _output_of(path, "--version"))
-    devices = re.search(
-        r"Available devices:\s*\n\s*(?!\(none\))\S", _output_of(path, "--list-devices")
-    )
-    types = TYPES.search(_output_of(path, "--help"))
-    if not types:
-        raise SequoiaPlanError(
-            f"--server {server}: this version has no --spec-type; build llama.cpp of 2026 or later"
-        )
-    return Build(path, (version and version[1]) or "", bool(devices), tuple(types[1].split(",")))
+    command = [path, "--spec-type", types, "--list-devices"]
+    run = subprocess.run(command, capture_output=True, check=False)
+    output = (run.stdout + run.stderr).decode(errors="replace")
+    if run.returncode:
+        ending = f"--server {server}: ended with exit code {run.returncode}: {output or 'no output':.400}"
+        raise SequoiaPlanError(advised(ending))
+    return Build(path, bool(DEVICE.search(output)))
 
 
-def _output_of(path: str, option: str) -> str:
-    """What a program prints for an option, on either stream."""
-    run = subprocess.run([path, option], capture_output=True, timeout=60, check=False)
-    return (run.stdout + run.stderr).decode(errors="replace")
+class Properties(Struct):
+    """What a llama-server says of itself at /props."""
+
+    build_info: str
+
+
+class Template(Struct):
+    """A conversation as the text that the target reads."""
+
+    prompt: str
+
+
+class Tokens(Struct):
+    """Token ids of a text."""
+
+    tokens: list[int]
+
+
+class Timings(Struct):
+    """What a request took up to one of its tokens."""
+
+    predicted_ms: float
+    predicted_n: int
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+
+
+class Event(Struct):
+    """A token of a stream, or an error in the middle of it."""
+
+    timings: Timings | None = None
+    error: Any = None
 
 
 class Server:
-    """A running llama-server for one request at a time."""
+    """A running server for one request at a time: a llama-server, or one with counters."""
 
-    def __init__(self, address: str, key: str = "", engine: EngineProcess | None = None) -> None:
-        self.address = address.rstrip("/")
-        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    def __init__(
+        self,
+        address: str,
+        key: str | None = None,
+        model: str | None = None,
+        engine: EngineProcess | None = None,
+        bonus: int = 1,
+    ) -> None:
+        """`model` names one of a router's; `bonus` is as of `DraftedText`."""
+        self.address = re.sub("(/v1|/metrics)?/*$", "", address)
+        self.bonus = bonus
+        self._model = {"model": model} if model else {}
+        self._key = {"Authorization": f"Bearer {key}"} if key else {}
         self._engine = engine
         self._log_offset = 0
-        self.bonus = 1
-        """Tokens that a step of a rejected draft yields besides accepted ones: two of a recurrent
-        target, which then reads the accepted ones again."""
 
     @classmethod
-    def start(cls, build: Build, arguments: Sequence[str]) -> Server:
+    def start(cls, build: Build, arguments: Sequence[str], bonus: int = 1) -> Server:
         """Starts a server at a free port."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         command = [build.path, *arguments, "--host", "127.0.0.1", "--port", port]
-        return cls(f"http://127.0.0.1:{port}", engine=EngineProcess(sys.executable, command))
+        engine = EngineProcess(sys.executable, command)
+        return cls(f"http://127.0.0.1:{port}", engine=engine, bonus=bonus)
 
     def close(self) -> None:
         """Ends a server that was started here."""
@@ -117,36 +166,59 @@ class Server:
         raise SequoiaPlanError(f"llama-server was not ready within {START_SECONDS} s")
 
     @contextmanager
-    def _answer(self, path: str, body: Mapping[str, Any] | None) -> Iterator[Any]:
-        """The answer to a request; where there is none, the error says why."""
-        data = None if body is None else json.dumps(body).encode()
+    def _answer(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """The answer to a request; where there is none, the error has the server's own words.
+
+        Every request has the key and the model's name, and none goes through a proxy.
+        """
+        query = f"?{urlencode(self._model)}" * bool(self._model)
+        data = None if body is None else json.dumps({**self._model, **body}).encode()
+        headers = {"Content-Type": "application/json", **self._key}
         try:
-            request = Request(self.address + path, data, self._headers)
+            request = Request(self.address + path + query, data, headers)
             with OPENER.open(request, timeout=ANSWER_SECONDS) as answer:
                 yield answer
         except (OSError, ValueError, HTTPException) as error:
-            reason = repr(error)
+            reason = str(error) or repr(error)
             if isinstance(error, HTTPError):
-                reason = f"{error.code} {error.read(2000).decode(errors='replace')}"
+                with suppress(OSError, HTTPException):
+                    reason += f": {error.read(2000).decode(errors='replace')}"
             elif self._engine:
                 with suppress(subprocess.TimeoutExpired):
-                    self._engine.process.wait(timeout=5)
+                    self._engine.process.wait(timeout=END_SECONDS)
                     self._engine.receive(f"answering {path}")
+            advice = ADVICE if self._engine else URL_ADVICE
             raise SequoiaPlanError(
-                advised(f"{self.address}: the server failed at {path}: {reason:.300}")
+                advised(f"{self.address}{path}: {reason:.300}", advice)
             ) from error
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _ask(self, path: str, kind: type[T], body: Mapping[str, Any] | None = None) -> T:
         """Sends a request, and returns the whole answer; without a body it is a GET."""
         with self._answer(path, body) as answer:
-            return json.load(answer)
+            text = answer.read()
+            try:
+                return msgspec.json.decode(text, type=kind)
+            except ValueError as error:
+                raise ValueError(f"no llama-server's answer ({error}): {text[:100]!r}") from error
+
+    def version(self) -> str:
+        """What build of llama.cpp it is."""
+        return self._ask("/props", Properties).build_info
+
+    def counters(self) -> dict[str, float]:
+        """The counters on the metrics page of a vLLM or SGLang."""
+        with self._answer("/metrics") as answer:
+            page = answer.read().decode(errors="replace")
+            if counters := parse(page, self._model.get("model")):
+                return counters
+            raise ValueError("no counters of vLLM, nor of SGLang, which needs --enable-metrics")
 
     def encode(self, prompt: PromptText) -> list[int]:
         """Token ids of a text or a conversation in the target's chat template."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self.ask("/apply-template", {"messages": messages})["prompt"]
+        text = self._ask("/apply-template", Template, {"messages": messages}).prompt
         body = {"content": text, "add_special": True, "parse_special": True}
-        return self.ask("/tokenize", body)["tokens"]
+        return self._ask("/tokenize", Tokens, body).tokens
 
     def generate(
         self, prompt: Sequence[int], tokens: int, only_first: bool = False, **options: Any
@@ -157,36 +229,40 @@ class Server:
         The begin of a prompt may be in the server's cache.
         """
         options |= {"ignore_eos": only_first, "stream": True, "timings_per_token": True}
-        timings: dict[float, Mapping[str, Any]] = {}  # by the time when a step ended
+        timings: dict[float, Timings] = {}  # by the time when a step ended
         with self._answer("/completion", {**greedy(prompt, tokens), **options}) as answer:
             for line in filter(lambda line: line.startswith(b"data: {"), answer):
-                if timing := json.loads(line[6:]).get("timings"):
-                    timings[timing["predicted_ms"]] = timing
+                event = msgspec.json.decode(line[6:], type=Event)
+                if event.error:
+                    raise ValueError(event.error)
+                if event.timings:
+                    timings[event.timings.predicted_ms] = event.timings
                 if only_first and len(timings) > 1:
                     break
+            if not timings:
+                raise ValueError("no timings of tokens: needs a llama-server of 2025 or later")
         return steps_of_timings(timings.values(), self.bonus)
 
     def text(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """Token ids that follow a prompt, all of them: a stream leaves out parts of characters."""
-        return self.ask("/completion", {**greedy(prompt, tokens), "return_tokens": True})["tokens"]
+        body = {**greedy(prompt, tokens), "return_tokens": True}
+        return self._ask("/completion", Tokens, body).tokens
 
     def logged_chains(self) -> list[list[Proposal]]:
         """What was proposed in each drafted chain since the last call, from the debug log."""
         assert self._engine
-        time.sleep(0.2)  # another thread of the server writes its log
+        time.sleep(LOG_SECONDS)
         with self._engine.log.open("rb") as file:
             file.seek(self._log_offset)
             log = file.read()
         chains: list[list[Proposal]] = []
         for rank, position, token, prob in CANDIDATE.findall(log):
             if int(rank):
-                likelier = chains[-1].pop()
-                candidates = (*likelier.candidates, int(token))
-                chains[-1].append(likelier._replace(candidates=candidates))
+                chains[-1][-1].candidates.append(int(token))
                 continue
             if not int(position):
                 chains.append([])
-            chains[-1].append(Proposal(float(prob), False, (int(token),)))
+            chains[-1].append(Proposal(float(prob), False, [int(token)]))
         self._log_offset += len(log)
         return chains
 
@@ -196,16 +272,14 @@ def greedy(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
     return {"prompt": [*prompt], "n_predict": tokens, "temperature": 0.0, "cache_prompt": True}
 
 
-def steps_of_timings(timings: Iterable[Mapping[str, Any]], bonus: int = 1) -> list[ChainStep]:
+def steps_of_timings(timings: Iterable[Timings], bonus: int = 1) -> list[ChainStep]:
     """Steps from the server's timings at the end of each.
 
     A step whose tokens make no whole character has no event of its own, and is reported together
     with the next one.
     """
-    names = ("predicted_ms", "predicted_n", "draft_n", "draft_n_accepted")
-    counts = ([timing.get(name, 0) for name in names] for timing in timings)
     steps = []
-    for before, after in pairwise(counts):
+    for before, after in pairwise(map(astuple, timings)):
         ms, tokens, drafted, accepted = map(operator.sub, after, before)
         if tokens:
             is_single = tokens <= accepted + bonus

@@ -13,9 +13,9 @@ class ChainAcceptance(Artifact, frozen=True):
     """Chains that were verified."""
     accepted: tuple[int, ...]
     """How many of these had their first token accepted, their first two, and so on."""
-    trials: float = 0.0
-    """Effective sample size, below `drafts` where chains of one text resemble each other; 0 if only
-    the counts are known, and chains are then taken as independent."""
+    error: float = 0.0
+    """Relative standard error of the accepted tokens of a step, from how texts differ; 0 if only
+    the counts are known."""
     drafting_share: float = 1.0
     """Share of a request's steps in which any token was drafted."""
     source: str = ""
@@ -123,7 +123,8 @@ class ContextPlan(Artifact, frozen=True):
 
     context: int
     """Tokens of every prompt; 0 if prompts are decoded as they are."""
-    acceptance: ChainAcceptance
+    acceptance: ChainAcceptance | None
+    """None if a server counts only how many tokens a step yields."""
     steps: tuple[StepSeconds, ...]
     cells: tuple[Cell, ...]
     schedule: tuple[ScheduleEntry, ...] = ()
@@ -135,8 +136,6 @@ class ContextPlan(Artifact, frozen=True):
     """Seconds of the target's pass over so many tokens."""
     step: dict[str, float] = {}
     """Where the seconds of a step of the best chain go."""
-    tokens_by_kind: dict[str, dict[str, float]] = {}
-    """Tokens a step by kind of prompt, of the best chain and of the best lookup."""
     bounds: dict[str, float] = {}
     """Tokens a second that no setting passes, by what would have to hold."""
     changes: dict[str, float] = {}

@@ -1,38 +1,103 @@
-"""The engines that run: one for each way of drafting, as many at a time as fit in memory."""
+"""What engines decode to be measured, and those that run, as many at a time as fit in memory."""
+
+from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from itertools import chain, cycle, islice
+from typing import Any, ClassVar, NamedTuple
 
-from sequoia_plan.engines.plan import ContextPlan
-from sequoia_plan.engines.workload import EngineRun, RunKind, Workload
+from sequoia_plan.artifacts import prompts as prompt_files
+from sequoia_plan.artifacts.prompts import PromptText
+from sequoia_plan.engines.plan import ContextPlan, Drafting, MeasuredCell
 
 MAX_CPU_ENGINES = 4
+
+
+class RunKind(NamedTuple):
+    """What the time of a step depends on."""
+
+    drafting: Drafting
+    batch: int = 1
+    context: int = 0
+    """Tokens of every prompt; 0 decodes prompts as they are."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The prompts that are decoded: the first ones to measure on, the others to verify."""
+
+    prompts: Sequence[PromptText]
+    num_measuring: int
+    tokens: int = 64
+    """New tokens of a prompt, at most."""
+
+    @classmethod
+    def load(cls, path: str | None, limit: int, tokens: int) -> Workload:
+        """Loads the built-in prompts or a file's, at most `limit` to measure on and to verify."""
+        prompts = prompt_files.load(path or prompt_files.BUILT_IN)
+        measuring = prompt_files.measuring_half(prompts)[:limit]
+        held_out = prompt_files.held_out_half(prompts)[:limit]
+        texts = [prompt.text for prompt in (*measuring, *held_out)]
+        return cls(texts, len(measuring), tokens)
+
+    @property
+    def measuring(self) -> range:
+        """Indices of the prompts to measure on."""
+        return range(self.num_measuring)
+
+    @property
+    def held_out(self) -> range:
+        """Indices of the prompts to verify on."""
+        return range(self.num_measuring, len(self.prompts))
+
+
+class EngineRun(NamedTuple):
+    """The full steps of a run: those that yielded tokens for every request."""
+
+    seconds: float
+    steps: int
+    tokens: int
+
+
+def measured_cell(runs: Sequence[EngineRun], batch: int) -> MeasuredCell:
+    """Summarizes runs of one kind."""
+    seconds, num_steps, tokens = map(sum, zip(*runs, strict=True))
+    return MeasuredCell(tokens / seconds, tokens / (num_steps * batch), seconds / num_steps)
+
+
+def text_before(prompts: Sequence[Sequence[int]], first: int, size: int) -> list[int]:
+    """The first `size` tokens of the prompts from `first` on, repeated if they are not enough."""
+    following = islice(cycle(prompts), first, None)
+    return [*islice(chain.from_iterable(following), size)]
 
 
 @dataclass(kw_only=True)
 class EnginePool(ABC):
     """Engines of one target and draft, all of which end with this context."""
 
+    name: ClassVar[str]
     version: str = ""
     """The engine's version, once one runs."""
     target: str
     draft: str | None
     workload: Workload
-    max_context: int = 0
-    """The most tokens of a prompt that are asked for."""
+    max_length: int
+    """Most tokens to draft."""
+    batches: Sequence[int] = (1,)
+    """Numbers of requests decoded together to plan for."""
+    contexts: Sequence[int] = (0,)
+    """Tokens of every prompt to plan for; 0 decodes prompts as they are."""
     report_status: Callable[[str], None] = lambda text: None
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids of the workload's prompts, once an engine runs."""
-    texts: list[list[int]] = field(default_factory=list)
-    """The same without the chat template."""
     start_time: float = field(default_factory=time.perf_counter)
     exit_stack: ExitStack = field(default_factory=ExitStack)
     running: dict[Any, Any] = field(default_factory=dict)
-    """The engines that run, by their way of drafting and whatever else differs."""
+    """The engines that run, by their way of drafting."""
 
     def __enter__(self) -> Any:
         return self
@@ -40,20 +105,21 @@ class EnginePool(ABC):
     def __exit__(self, *_: object) -> None:
         self.exit_stack.close()
 
-    name: ClassVar[str]
-
-    @property
     @abstractmethod
-    def has_device(self) -> bool:
-        """Whether engines compute on a GPU, whose memory is taken to hold one of them."""
+    def most_running(self) -> int:
+        """Engines that fit in memory together: on a GPU one, else MAX_CPU_ENGINES."""
 
     @abstractmethod
     def start(self, key: Any) -> Any:
         """Starts an engine that `exit_stack` will close, and waits until it is ready."""
 
     @abstractmethod
-    def encode(self, engine: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of the workload's prompts in the chat template, and without it."""
+    def encode(self, engine: Any) -> list[list[int]]:
+        """Token ids of the workload's prompts in the chat template."""
+
+    @abstractmethod
+    def measure(self) -> Sequence[Any]:
+        """Measures what a plan needs: for each context a `planning.Measurement`."""
 
     @abstractmethod
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
@@ -65,42 +131,35 @@ class EnginePool(ABC):
 
     def source(self, context: int) -> str:
         """What acceptance is counted on."""
-        of_context = f" of {context} tokens" if context else ""
-        return f"{self.workload.num_measuring} prompts{of_context}"
-
-    def groups(self, keys: Iterable[Any]) -> list[list[Any]]:
-        """Splits engines into groups that fit in memory together. Those that run come first."""
-        size = 1 if self.has_device else MAX_CPU_ENGINES
-        ordered = sorted(dict.fromkeys(keys), key=lambda key: key not in self.running)
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        return f"{self.workload.num_measuring} prompts" + f" of {context} tokens" * bool(context)
 
     def ensure_running(self, keys: Sequence[Any]) -> None:
         """Starts the engines that do not run, and ends others if memory does not hold all.
 
         They start one after the other, since engines that compile together may disturb each other.
         """
-        missing = [key for key in keys if key not in self.running]
-        if missing and len(self.groups([*self.running, *missing])) > 1:
-            for key in [key for key in self.running if key not in keys]:
+        if len({*self.running, *keys}) > self.most_running():
+            for key in {*self.running} - {*keys}:
                 self.running.pop(key).close()
-        for key in missing:
-            self.running[key] = self.start(key)
-            if not self.prompts:
-                self.prompts, self.texts = self.encode(self.running[key])
+        for key in keys:
+            if key not in self.running:
+                self.running[key] = self.start(key)
+                self.prompts = self.prompts or self.encode(self.running[key])
 
     def run_in_rounds(
-        self,
-        kinds: Sequence[RunKind],
-        run: Callable[[RunKind, int], EngineRun],
-        rounds: int,
-    ) -> dict[RunKind, list[EngineRun]]:
+        self, kinds: Sequence[RunKind], run: Callable[[RunKind, int], Any], rounds: int
+    ) -> dict[RunKind, list[Any]]:
         """Runs every kind once a round, so that a drift of the machine's speed affects all.
 
         Engines that do not fit in memory together run one group after the other. Every second round
         goes through them in the opposite order.
         """
-        runs: dict[RunKind, list[EngineRun]] = {kind: [] for kind in kinds}
-        for group in self.groups(kind.drafting for kind in kinds):
+        runs: dict[RunKind, list[Any]] = {kind: [] for kind in kinds}
+        keys = [*dict.fromkeys(kind.drafting for kind in kinds)]
+        keys.sort(key=lambda key: key not in self.running)  # those that run come first
+        while keys:
+            group = keys[: self.most_running()]
+            keys = keys[len(group) :]
             portion = [kind for kind in kinds if kind.drafting in group]
             for round_index in range(rounds):
                 self.ensure_running(group)

@@ -7,7 +7,8 @@ import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,16 @@ from msgspec.structs import replace
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines import counters
-from sequoia_plan.engines.chain import ChainModel, effective_trials
 from sequoia_plan.engines.engine_process import EngineProcess
-from sequoia_plan.engines.plan import ContextPlan, Drafting, ScheduleEntry
-from sequoia_plan.engines.pool import EnginePool
-from sequoia_plan.engines.workload import EngineRun, RunKind, text_before
+from sequoia_plan.engines.plan import NONE, ContextPlan, Drafting
+from sequoia_plan.engines.pool import MAX_CPU_ENGINES, EnginePool, EngineRun, RunKind, text_before
+from sequoia_plan.engines.prediction import (
+    ChainModel,
+    StepTimes,
+    best_drafting,
+    relative_error,
+    step_times,
+)
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 IDLE_SECONDS = 1.5
@@ -28,6 +34,7 @@ IDLE_SECONDS = 1.5
 vLLM's processes poll for work for one second after their last (shm_broadcast.py in 0.32.0), which
 takes a processor from the engine that decodes in that second.
 """
+TIMING_ROUNDS = 6
 STEPS_PER_ROUND = 12
 STEPS_PER_PORTION = 4
 MIN_RUN_PROMPTS = 16
@@ -45,44 +52,33 @@ class VllmPool(EnginePool):
     """The speculative config without a number of tokens."""
     options: Mapping[str, Any]
     """Arguments of `vllm.LLM`."""
-    info: dict[str, Any] = field(default_factory=dict)
-    """What the first engine reported about its vLLM; empty before."""
+    temperature: float = 0.0
+    device: str = ""
+    """What the first engine reported that it computes on."""
     last_drafting: Drafting | None = None
 
-    @property
-    def has_device(self) -> bool:
-        """True unless the first engine said that it computes on the CPU."""
-        return self.info.get("device") != "cpu"
+    def most_running(self) -> int:
+        """One unless the first engine said that it computes on the CPU."""
+        return MAX_CPU_ENGINES if self.device == "cpu" else 1
 
     def start(self, key: Drafting) -> EngineProcess:
         """Starts an engine; the first one says what vLLM it is."""
-        self.report_status(f"starting vLLM with {key.length} speculative tokens")
+        activity = f"starting vLLM with {key.length} speculative tokens"
+        self.report_status(activity)
         engine = EngineProcess(self.python)
         self.exit_stack.callback(engine.close)
         config = {**self.speculative, "num_speculative_tokens": key.length} if key.length else None
-        self.info = engine.ask(
-            f"starting with {key.length} speculative tokens",
-            "start",
-            model=self.target,
-            speculative=config,
-            options=dict(self.options),
+        self.version, self.device = engine.ask(
+            activity, "start", model=self.target, speculative=config, options=dict(self.options)
         )
-        self.version = self.info["version"]
         return engine
 
-    def encode(self, engine: EngineProcess) -> tuple[list[list[int]], list[list[int]]]:
+    def encode(self, engine: EngineProcess) -> list[list[int]]:
         """Token ids of the prompts, by vLLM's tokenizer."""
-        prompts, texts = engine.ask(
-            "reading the prompts", "encode", prompts=list(self.workload.prompts)
-        )
-        return prompts, texts
+        return engine.ask("reading the prompts", "encode", prompts=list(self.workload.prompts))
 
     def decode(
-        self,
-        kind: RunKind,
-        prompts: Sequence[int],
-        steps: int | None = None,
-        drain: bool = False,
+        self, kind: RunKind, prompts: Sequence[int], steps: int | None = None
     ) -> dict[str, Any]:
         """What `driver.Driver.run` returns for these prompts.
 
@@ -99,45 +95,63 @@ class VllmPool(EnginePool):
             f"decoding {batch} requests at a time with {drafting.length} speculative tokens",
             "run",
             prompts=[self.prompts[index] for index in prompts],
-            texts_before=[text_before(self.texts, slot, context) for slot in range(batch)],
+            texts_before=[text_before(self.prompts, slot, context) for slot in range(batch)],
             tokens=self.workload.tokens,
             steps=steps,
-            temperature=self.workload.temperature,
-            drain=drain,
+            temperature=self.temperature,
         )
 
     def run(self, kind: RunKind, prompts: Sequence[int], steps: int | None = None) -> EngineRun:
-        """Decodes prompts until fewer than a batch are left, or for so many full steps.
+        """Decodes prompts to the end, or for so many full steps.
 
         At small batch sizes it takes MIN_RUN_PROMPTS of them, so that a run takes about as long at
         each; at large ones twice a batch, for which they repeat if necessary.
         """
         count = max(2 * kind.batch, min(len(prompts), MIN_RUN_PROMPTS))
-        result = self.decode(kind, [prompts[i % len(prompts)] for i in range(count)], steps)
-        seconds, tokens = result["step_seconds"], result["step_tokens"]
-        if not seconds:
+        full_steps = self.decode(kind, [prompts[i % len(prompts)] for i in range(count)], steps)
+        if not full_steps["steps"]:
             raise SequoiaPlanError(
                 f"batch {kind.batch}: no step had {kind.batch} requests in it; "
                 "give more prompts, or in --engine-args a larger max_num_seqs or KV cache"
             )
+        seconds, tokens = zip(*full_steps["steps"], strict=True)
         return EngineRun(typical_seconds(seconds) * len(seconds), len(seconds), sum(tokens))
 
-    def record(self, max_length: int, batch: int, context: int) -> ChainModel:
+    def measure(self) -> list[tuple[ChainModel, StepTimes]]:
+        """Measures acceptance, and the times of the steps that choosing the best length needs.
+
+        Steps of a length that turns out to be the best at some batch size and context are timed,
+        too, if they were not.
+        """
+        models = {context: self.record(context) for context in self.contexts}
+        rounds: dict[RunKind, list[EngineRun]] = {}
+        untimed = {NONE, Drafting(1), Drafting(self.max_length)}
+        while untimed:
+            kinds = [RunKind(*kind) for kind in product(sorted(untimed), self.batches, models)]
+            rounds |= self.run_in_rounds(kinds, self.time_round, TIMING_ROUNDS)
+            measurements = [(models[context], step_times(rounds, context)) for context in models]
+            untimed = {
+                best_drafting(*measurement, batch)
+                for measurement in measurements
+                for batch in self.batches
+            } - {kind.drafting for kind in rounds}
+        return measurements
+
+    def record(self, context: int) -> ChainModel:
         """Counts how far chains of the maximum length are accepted."""
         prompts = self.workload.measuring
-        batch = min(batch, len(prompts))
-        self.report_status(
-            f"counting what is accepted of {max_length} speculative tokens, "
-            f"{batch} requests at a time"
-        )
-        run = self.decode(RunKind(Drafting(max_length), batch, context), prompts, drain=True)
-        source = f"vLLM {self.info['version']}, {self.source(context)}"
-        tokens_by_prompt = run["tokens_by_prompt"]
-        counted = run["counters"] | {counters.NUM_STEPS: sum(map(len, tokens_by_prompt))}
+        kind = RunKind(Drafting(self.max_length), min(max(self.batches), len(prompts)), context)
+        self.report_status(f"counting what is accepted of {self.max_length} speculative tokens")
+        run = self.decode(kind, prompts)
+        steps = run["tokens_by_prompt"]
+        num_steps = [*map(len, steps)]
+        counted = run["counters"] | {f"vllm:{counters.STEPS[0]}_count": sum(num_steps)}
+        source = f"vLLM {self.version}, {self.source(context)}"
         acceptance = counters.chain_acceptance(counted, source)
-        trials = round(effective_trials(acceptance, tokens_by_prompt), 1)
-        acceptance = replace(acceptance, trials=trials)
-        return ChainModel(acceptance, max_length)
+        accepted = [sum(tokens) - len(tokens) for tokens in steps]
+        return ChainModel(
+            replace(acceptance, error=relative_error(accepted, num_steps)), self.max_length
+        )
 
     def time_round(self, kind: RunKind, round_index: int) -> EngineRun:
         """Times a few full steps."""
@@ -149,8 +163,21 @@ class VllmPool(EnginePool):
         return self.run(kind, prompts, STEPS_PER_ROUND)
 
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
-        """The options that start this vLLM."""
-        return launch_options(self.speculative, plan.schedule, self.info["accepts_schedule"])
+        """Options to start vLLM with: one for each best number above 0, and one with the schedule.
+
+        The schedule has an option only if it has several entries, and needs a vLLM of 2026. It
+        takes effect at the batch size of each step. vLLM makes the draft's first pass also where
+        the schedule has 0, to keep the draft's cache complete.
+        """
+        lengths = [*dict.fromkeys(filter(None, (e.speculative_tokens for e in plan.schedule)))]
+        configs: list[dict[str, Any]] = [{"num_speculative_tokens": n} for n in lengths]
+        if lengths and len(plan.schedule) > 1:
+            rows = [[e.first, e.last, e.speculative_tokens] for e in plan.schedule]
+            configs.append({"num_speculative_tokens": max(lengths), SCHEDULE_KEY: rows})
+        return tuple(
+            f"--speculative-config {shlex.quote(json.dumps({**self.speculative, **config}))}"
+            for config in configs
+        )
 
 
 def typical_seconds(step_seconds: Sequence[float]) -> float:
@@ -161,26 +188,3 @@ def typical_seconds(step_seconds: Sequence[float]) -> float:
     """
     portions = np.array_split(step_seconds, max(len(step_seconds) // STEPS_PER_PORTION, 1))
     return float(np.median([portion.mean() for portion in portions]))
-
-
-def launch_options(
-    speculative: Mapping[str, Any],
-    schedule: Sequence[ScheduleEntry],
-    accepts_schedule: bool = True,
-) -> tuple[str, ...]:
-    """Options to start vLLM with: one for each best number above 0, and one with the schedule.
-
-    The schedule has an option only if it has several entries and vLLM accepts it. It takes effect
-    at the batch size of each step. vLLM makes the draft's first pass also where the schedule has 0,
-    to keep the draft's cache complete.
-    """
-    best_lengths = dict.fromkeys(entry.speculative_tokens for entry in schedule)
-    lengths = [length for length in best_lengths if length]
-    configs: list[dict[str, Any]] = [{"num_speculative_tokens": length} for length in lengths]
-    if lengths and len(schedule) > 1 and accepts_schedule:
-        rows = [[entry.first, entry.last, entry.speculative_tokens] for entry in schedule]
-        configs.append({"num_speculative_tokens": max(lengths), SCHEDULE_KEY: rows})
-    return tuple(
-        f"--speculative-config {shlex.quote(json.dumps({**speculative, **config}))}"
-        for config in configs
-    )

@@ -59,38 +59,39 @@ run_options = bundle(
 )
 output_options = bundle(
     "outputs",
-    report=file_option("--report", text="Write one HTML file with curves; it needs no network."),
+    report=file_option("--report", text="Write one HTML file; it needs no network."),
     as_json=json_option,
 )
 
 
 @click.group(invoke_without_command=True)
-@click.option("--url", type=NAME, help="A server that runs; nothing is changed there.")
-@click.option("--api-key", "key", type=NAME, help="The key that a running server asks for.")
+@bundle(
+    "server",
+    address=click.option("--url", "address", type=NAME, help="A server; nothing is changed there."),
+    key=click.option("--api-key", "key", type=NAME, help="The key that it asks for."),
+    model=click.option("--model", type=NAME, help="The model's name, of a router."),
+)
 @prompts_option
 @output_options
 @click.pass_context
 def diagnose(
-    context: click.Context,
-    url: str | None,
-    key: str | None,
-    path: str | None,
-    outputs: dict[str, Any],
+    context: click.Context, server: dict[str, Any], path: str | None, outputs: dict[str, Any]
 ) -> None:
     """Say why speculation does or does not pay in an engine, which setting is best, and what would
     help. Name an engine to start it, or a server that runs with --url."""
     if context.invoked_subcommand:
         return
-    if not url:
+    if not server["address"]:
         raise click.UsageError("give an engine, llamacpp or vllm, or --url of a running server")
     check_outputs(None, outputs["report"], path)
 
     from sequoia_plan.engines.live import diagnose_server
-    from sequoia_plan.engines.workload import Workload
+    from sequoia_plan.engines.llama_server import Server
+    from sequoia_plan.engines.pool import Workload
 
     with status("") as report_status:
         workload = Workload.load(path, limit=12, tokens=64)
-        write(diagnose_server(url, key or "", workload, report_status), **outputs)
+        write(diagnose_server(Server(**server), workload, report_status), **outputs)
 
 
 def read_json(text: str) -> dict[str, Any]:
@@ -130,45 +131,31 @@ def read_json(text: str) -> dict[str, Any]:
         default="{}",
         help='Further arguments of vllm.LLM, as {"dtype": "float32", "tensor_parallel_size": 2}.',
     ),
-)
-@sizes_option(
-    "--batch",
-    "batches",
-    4096,
-    "Requests decoded together, to plan for.",
-    default="1,4,16",
-    show_default=True,
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Temperature of sampling; 0 is greedy.",
+    batches=sizes_option(
+        "--batch",
+        "batches",
+        4096,
+        "Requests decoded together, to plan for.",
+        default="1,4,16",
+        show_default=True,
+    ),
+    temperature=click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        show_default=True,
+        help="Temperature of sampling; 0 is greedy.",
+    ),
 )
 @run_options
 @output_options
-def vllm(
-    engine: dict[str, Any],
-    batches: list[int],
-    temperature: float,
-    run: dict[str, Any],
-    outputs: dict[str, Any],
-) -> None:
+def vllm(engine: dict[str, Any], run: dict[str, Any], outputs: dict[str, Any]) -> None:
     """Measure a target and a draft in your vLLM, by batch size."""
-    check_outputs(None, outputs["report"], run["path"])
-
-    from sequoia_plan.engines.planning import measure, plan_of
     from sequoia_plan.engines.vllm import VllmPool
 
-    def measured(pool: Any, max_length: int, contexts: list[int]) -> EnginePlan:
-        return plan_of(pool, measure(pool, batches, max_length, contexts), batches)
-
-    engine |= {
-        "draft": engine["speculative"].get("model"),
-        "options": {"max_num_seqs": max(batches)} | engine["options"],
-    }
-    diagnose_engine(VllmPool, engine, measured, {**run, "temperature": temperature}, outputs)
+    engine["draft"] = engine["speculative"].get("model")
+    engine["options"] = {"max_num_seqs": max(engine["batches"])} | engine["options"]
+    diagnose_engine(VllmPool, engine, run, outputs)
 
 
 def split_words(text: str) -> list[str]:
@@ -213,46 +200,41 @@ def llamacpp(
     outputs: dict[str, Any],
 ) -> None:
     """Measure a target, and a draft if there is one, in your llama.cpp; for one request, greedy."""
-    target, draft = engine["target"], engine["draft"]
-    check_outputs(None, outputs["report"], run["path"], target, draft)
-
     from sequoia_plan.engines.diagnosis import diagnosed
     from sequoia_plan.engines.llama_server import find_build
     from sequoia_plan.engines.llamacpp import LlamaCppPool
-    from sequoia_plan.engines.planning import plan_of
     from sequoia_plan.engines.spec_types import is_recurrent, split_types
     from sequoia_plan.planner.report.engine_tree import planned_tree
 
-    def measured(pool: Any, max_length: int, contexts: list[int]) -> EnginePlan:
-        measurements = [pool.measure(max_length, context) for context in contexts]
-        tree = partial(planned_tree, branching=1 if is_recurrent(target) else None)
-        plan = plan_of(pool, measurements, [1])
-        return diagnosed(plan, measurements, pool.workload.kinds, tree)
-
-    engine["build"] = build = find_build(server)
-    types = split_types(spec_type, build.types, target, draft)
-    engine["draft_type"], engine["other_types"] = types
-    diagnose_engine(LlamaCppPool, engine, measured, run, outputs)
+    target, draft = engine["target"], engine["draft"]
+    engine["draft_type"], engine["other_types"] = split_types(spec_type, target, draft)
+    engine["build"] = find_build(server, spec_type or engine["draft_type"] or "none")
+    engine["is_recurrent"] = is_recurrent(target)
+    tree = partial(planned_tree, branching=1 if engine["is_recurrent"] else None)
+    diagnose_engine(LlamaCppPool, engine, run, outputs, partial(diagnosed, tree=tree))
 
 
 def diagnose_engine(
     pool_class: Any,
     engine: dict[str, Any],
-    measured: Callable[[Any, int, list[int]], EnginePlan],
     run: dict[str, Any],
     outputs: dict[str, Any],
+    add_details: Callable[[EnginePlan, Any], EnginePlan] = lambda plan, measurements: plan,
 ) -> None:
     """Measure in engines that are started, verify the plan if it is wished, and write it."""
-    from sequoia_plan.engines.planning import verify_plan
-    from sequoia_plan.engines.workload import Workload
+    check_outputs(None, outputs["report"], run["path"], engine["target"], engine["draft"])
 
-    contexts, should_verify = run.pop("contexts") or [0], run.pop("should_verify")
-    max_length, workload = run.pop("max_length"), Workload.load(**run)
-    with status("") as report_status:
-        engine |= {"workload": workload, "report_status": report_status}
-        with pool_class(**engine, max_context=max(contexts)) as pool:
-            plan = measured(pool, max_length, contexts)
-            plan = verify_plan(pool, plan) if should_verify else plan
+    from sequoia_plan.engines.planning import plan_of, verify_plan
+    from sequoia_plan.engines.pool import Workload
+
+    engine["workload"] = Workload.load(run["path"], run["limit"], run["tokens"])
+    engine["contexts"] = run["contexts"] or [0]
+    engine["max_length"] = run["max_length"]
+    with status("") as report_status, pool_class(**engine, report_status=report_status) as pool:
+        measurements = pool.measure()
+        plan = add_details(plan_of(pool, measurements), measurements)
+        if run["should_verify"]:
+            plan = verify_plan(pool, plan)
     write(plan, **outputs)
 
 

@@ -1,18 +1,12 @@
 """The diagnosis of an engine as sentences and a table, for the terminal and the page."""
 
 from collections.abc import Iterator
-from statistics import median
 
 from sequoia_plan.engines.plan import NONE, Cell, ContextPlan, EnginePlan
 from sequoia_plan.planner.report.tables import Table, print_table
 
-STAIR = 2
-"""A pass whose last token takes so many times as long as is usual is a step of a staircase."""
-
-
-def kind_of_request(part: ContextPlan, batch: int) -> str:
-    """A batch size and a context, as "batch 4, context 512"."""
-    return f"batch {batch}{f', context {part.context}' if part.context else ''}"
+COLUMNS = ["drafting", "context", "batch", "tokens/step", "step"]
+COLUMNS += ["predicted tokens/s", "measured tokens/s", "over none"]
 
 
 def cost_lines(part: ContextPlan) -> Iterator[str]:
@@ -20,34 +14,28 @@ def cost_lines(part: ContextPlan) -> Iterator[str]:
     for batch in part.batches:
         first = part.cells_at(batch)[0]
         token = f"{1000 / first.throughput:.2f} ms a token with {first.drafting}"
-        yield f"{kind_of_request(part, batch)}: {token} ({first.throughput:.1f} tokens/s)"
+        yield f"{_request(part, batch)}: {token} ({first.throughput:.1f} tokens/s)"
     if passes := part.target_seconds:
         multiples = "  ".join(f"{n}: {passes[n] / passes[1]:.2f}" for n in sorted(passes))
         yield f"the target's pass over n tokens, over its time for one  {multiples}"
-        rises = {n: passes[n] - passes[n - 1] for n in sorted(passes) if n - 1 in passes}
-        usual = median(rises.values())
-        stairs = [str(n) for n, rise in rises.items() if rise > STAIR * usual]
-        yield f"rises of {STAIR} times the usual at  {', '.join(stairs) or 'no number of tokens'}"
     whole = sum(part.step.values())
     for name, seconds in part.step.items():
         yield f"of a step of the best chain, {name}: {_ms(seconds)}, {seconds / whole:.0%}"
 
 
 def acceptance_lines(part: ContextPlan) -> Iterator[str]:
-    """Says how far chains are accepted, and by kind of prompt."""
-    survival = " ".join(f"{p:.3f}" for p in part.acceptance.survival)
-    source = f"({part.acceptance.drafts} chains; {part.acceptance.source})"
-    yield f"accepted of the first 1, 2, ... tokens  {survival}  {source}"
-    for name, by_kind in part.tokens_by_kind.items():
-        values = ", ".join(f"{kind} {tokens:.2f}" for kind, tokens in by_kind.items())
-        yield f"tokens a step with {name}  {values}"
+    """Says how far chains are accepted."""
+    if counted := part.acceptance:
+        survival = " ".join(f"{p:.3f}" for p in counted.survival)
+        source = f"({counted.drafts} chains; {counted.source})"
+        yield f"accepted of the first 1, 2, ... tokens  {survival}  {source}"
 
 
 def verdict_lines(part: ContextPlan) -> Iterator[str]:
     """Says what is best, what a tree would give, what no setting passes, and what would help."""
     if part.break_even_seconds:
         longer = f"takes more than {_ms(part.break_even_seconds)}"
-        yield f"speculation pays if a step without it {longer}: see diagnose vllm"
+        yield f"speculation pays if a step without it {longer}: start the server without to see"
         return
     for batch in part.batches:
         first, *others = part.cells_at(batch)
@@ -56,30 +44,28 @@ def verdict_lines(part: ContextPlan) -> Iterator[str]:
         if best.drafting == NONE:
             other = max(others, key=lambda cell: cell.throughput)
             finding = f"do not speculate; {other.drafting} has {_over(other.throughput, first)}"
-        yield f"{kind_of_request(part, batch)}: {finding}"
+        yield f"{_request(part, batch)}: {finding}"
     for name, speed in {**part.tree, **part.bounds, **part.changes}.items():
-        yield f"{name}: {_over(speed, part.cells_at(part.batches[0])[0])}"
+        yield f"{name}: {_over(speed, part.cells[0])}"
 
 
 def table(plan: EnginePlan) -> Table:
-    """A row for each cell, the best of each kind of request marked; empty columns are left out."""
+    """A row for each cell, the best of each kind of request marked."""
     cells = [(part, cell) for part in plan.contexts for cell in part.cells]
     rows = [
-        {
-            "drafting": str(cell.drafting),
-            "context": str(part.context or ""),
-            "batch": str(cell.batch),
-            "tokens/step": f"{cell.tokens_per_step:.2f}",
-            "step": _ms(cell.seconds),
-            "predicted tokens/s": f"{cell.throughput:.1f} ({cell.low:.1f}-{cell.high:.1f})",
-            "measured tokens/s": f"{cell.measured.throughput:.1f}" if cell.measured else "",
-            "over none": f"{cell.speedup:.2f}x",
-        }
+        [
+            str(cell.drafting),
+            str(part.context or ""),
+            str(cell.batch),
+            f"{cell.tokens_per_step:.2f}",
+            _ms(cell.seconds),
+            f"{cell.throughput:.1f} ({cell.low:.1f}-{cell.high:.1f})",
+            f"{cell.measured.throughput:.1f}" if cell.measured else "",
+            f"{cell.speedup:.2f}x",
+        ]
         for part, cell in cells
     ]
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    is_best = [cell == part.best_cell(cell.batch) for part, cell in cells]
-    return Table(columns, [[row[name] for name in columns] for row in rows], is_best)
+    return Table(COLUMNS, rows, [cell == part.best_cell(cell.batch) for part, cell in cells])
 
 
 def sentences(plan: EnginePlan) -> Iterator[str]:
@@ -92,14 +78,20 @@ def sentences(plan: EnginePlan) -> Iterator[str]:
         yield from acceptance_lines(part)
         yield "3. The verdict"
         yield from verdict_lines(part)
-        yield "4. Options to paste"
-        yield from part.lines or ["start the engine without speculation"]
+        if not part.break_even_seconds:
+            yield "4. Options to paste"
+            yield from part.lines or ["start the engine without speculation"]
 
 
 def print_plan(plan: EnginePlan) -> None:
     """Prints the diagnosis."""
     print_table(table(plan))
     print(*sentences(plan), sep="\n")
+
+
+def _request(part: ContextPlan, batch: int) -> str:
+    """A batch size and a context, as "batch 4, context 512"."""
+    return f"batch {batch}" + f", context {part.context}" * bool(part.context)
 
 
 def _ms(seconds: float) -> str:

@@ -10,8 +10,8 @@ from sequoia_plan.engines.chain_replay import (
     DraftedText,
     Proposal,
     ReplayModel,
-    drafted_text,
     earlier_matches,
+    with_proposals,
 )
 from sequoia_plan.engines.plan import ChainAcceptance, Drafting
 
@@ -37,23 +37,19 @@ class Drafted:
         """The loop of llama.cpp's `draft` and of the server around it."""
         steps, chains, position, length = [], [], 0, limit - 1
         while position < length:
-            num_remaining = limit - (position + 1)
-            chain, wrong = [], None
-            is_stopped = False
-            while len(chain) < min(max_length, num_remaining - 1):
+            chain, wrong, is_stopped = [], None, False
+            while len(chain) < min(max_length, length - position - 1) and not is_stopped:
                 at = position + len(chain)
                 prob = self.probs[at] if wrong is None else self.tails[wrong][at - wrong - 1]
-                if prob < min_prob:
-                    is_stopped = True
-                    break
-                if wrong is None and not self.agrees[at]:
-                    wrong = at
-                chain.append(prob)
+                is_stopped = prob < min_prob
+                if not is_stopped:
+                    wrong = at if wrong is None and not self.agrees[at] else wrong
+                    chain.append(prob)
             accepted = len(chain) if wrong is None else wrong - position
             tokens = min(accepted + 1, length - position)
             steps.append(ChainStep(len(chain), accepted, tokens, len(chain) + is_stopped))
             if chain:
-                chains.append(chain)
+                chains.append(proposed(*chain))
             position += accepted + 1
         return steps, chains
 
@@ -61,8 +57,7 @@ class Drafted:
 @pytest.mark.parametrize("seed", range(30))
 def test_a_replay_is_what_the_server_does(seed):
     drafted = Drafted(seed)
-    steps, chains = drafted.decode(24, 0.0, LIMIT + 24)
-    text = drafted_text(steps, (proposed(*chain) for chain in chains), LIMIT)
+    text = with_proposals(DraftedText(LIMIT), *drafted.decode(24, 0.0, LIMIT + 24))
     for max_length in (1, 2, 3, 5, 8):
         for min_prob in (0.0, 0.3, 0.6, 0.9):
             expected, _ = drafted.decode(max_length, min_prob)
@@ -81,26 +76,33 @@ def test_cutting_the_chains_would_be_wrong():
     assert differences > 15
 
 
-def test_a_chain_that_was_accepted_whole_is_taken_to_go_on():
-    steps = [ChainStep(2, 2, 3), ChainStep(2, 0, 1)]
-    text = drafted_text(steps, iter([proposed(0.9, 0.8), proposed(0.7, 0.2)]), 20)
-    assert [p[:2] for p in text.proposals] == [(0.9, True), (0.8, True), (0.8, True), (0.7, False)]
-    assert text.tails == {3: [0.2]}
-
-
-def test_a_text_ends_where_the_server_reports_two_steps_as_one():
-    """The chains of its later steps are used up, so that those of the next text are known."""
-    steps = [ChainStep(2, 1, 2), ChainStep(4, 1, 5, is_single=False), ChainStep(2, 2, 3)]
-    probs = ((0.9, 0.8), (0.7, 0.2), (0.5, 0.5), (0.4, 0.3), (0.6,))
-    chains = iter([proposed(*chain) for chain in probs])
-    text = drafted_text(steps, chains, 20)
-    assert [p[:2] for p in text.proposals] == [(0.9, True), (0.8, False)]
-    assert text.tails == {1: []} and next(chains) == proposed(0.6)
+@pytest.mark.parametrize(
+    ("steps", "chains", "expected", "tails"),
+    [
+        (  # a chain that was accepted whole is taken to go on
+            [ChainStep(2, 2, 3), ChainStep(2, 0, 1)],
+            [(0.9, 0.8), (0.7, 0.2)],
+            [(0.9, True), (0.8, True), (0.8, True), (0.7, False)],
+            {3: [0.2]},
+        ),
+        (  # a text ends where the server reports two steps as one
+            [ChainStep(2, 1, 2), ChainStep(4, 1, 5, is_single=False), ChainStep(2, 2, 3)],
+            [(0.9, 0.8), (0.7, 0.2), (0.5, 0.5), (0.4, 0.3)],
+            [(0.9, True), (0.8, False)],
+            {1: []},
+        ),
+        # a draft that logs nothing
+        ([ChainStep(2, 1, 2)], [], [(1.0, True), (1.0, False)], {1: []}),
+    ],
+)
+def test_what_steps_and_chains_say_of_a_text(steps, chains, expected, tails):
+    text = with_proposals(DraftedText(20), steps, [proposed(*chain) for chain in chains])
+    assert [p[:2] for p in text.proposals] == expected and text.tails == tails
 
 
 def test_a_log_that_disagrees_with_the_timings_is_one_line():
     with pytest.raises(SequoiaPlanError, match="log has fewer drafted tokens than its timings"):
-        drafted_text([ChainStep(2, 1, 2)], iter([proposed(0.9)]), 20)
+        with_proposals(DraftedText(20), [ChainStep(2, 1, 2)], [proposed(0.9)])
 
 
 def draft_of_llama_cpp(tokens, sampled, size, length):

@@ -3,20 +3,18 @@
 import re
 import signal
 import sys
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from paths import STAND_IN
 from sessions import check_that_it_ends_with, has_ended, session_pids
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines.driver import Driver, fill_up
+from sequoia_plan.engines.driver import fill_up
 from sequoia_plan.engines.engine_process import EngineProcess
 from sequoia_plan.engines.plan import Drafting
+from sequoia_plan.engines.pool import RunKind, Workload, text_before
 from sequoia_plan.engines.vllm import VllmPool
-from sequoia_plan.engines.workload import RunKind, Workload, text_before
 
 pytestmark = pytest.mark.slow
 
@@ -38,17 +36,15 @@ def engine():
         yield engine
 
 
-def decode(engine, prompts, texts_before, tokens):
-    arguments = {"prompts": prompts, "texts_before": texts_before, "tokens": tokens}
+def decode(engine, prompts, texts_before, tokens, **options):
+    arguments = {"prompts": prompts, "texts_before": texts_before, "tokens": tokens, **options}
     return engine.ask("running", "run", **arguments)
 
 
 def test_it_answers_and_ends(engine):
-    info = {"version": "0.0.stand-in", "device": "cpu", "accepts_schedule": True}
-    assert start(engine) == info
+    assert start(engine) == ["0.0.stand-in", "cpu"]
     prompts = ["ab", [{"role": "user", "content": "abc"}]]
-    encoded, texts = engine.ask("reading", "encode", prompts=prompts)
-    assert encoded == texts == [[97, 98], [97, 98, 99]]
+    assert engine.ask("reading", "encode", prompts=prompts) == [[97, 98], [97, 98, 99]]
     # the process that watches, the engine, and the engine's own child
     assert len(session_pids(engine.process.pid)) == 3
     engine.close()
@@ -57,73 +53,33 @@ def test_it_answers_and_ends(engine):
 
 def test_a_run_counts_only_full_steps(engine):
     start(engine)
-    run = decode(engine, [[1], [2], [3], [1]], [[], []], 20)
+    run = decode(engine, [[1], [2], [3], [4]], [[], []], 20)
     steps = [step for steps in run["tokens_by_prompt"] for step in steps]
-    # the first token of each of the four requests is not in the steps, and the run ends when the
-    # last request is alone
-    assert 3 * 20 < sum(steps) + 4 < 4 * 20
-    assert len(run["step_seconds"]) == len(run["step_tokens"]) and min(run["step_seconds"]) > 0
+    # all tokens but the first one of each text are in steps, of which those of a request that is
+    # alone are not full
+    assert sum(steps) == 4 * 19
+    assert sum(tokens for _, tokens in run["steps"]) < sum(steps)
     # two requests, one to four tokens each
-    assert all(2 <= tokens <= 8 for tokens in run["step_tokens"])
+    assert all(2 <= tokens <= 8 and seconds > 0 for seconds, tokens in run["steps"])
     prefix = "vllm:spec_decode_num"
     assert run["counters"][f"{prefix}_drafts"] == len(steps)
     # the last step of a text may accept more tokens than it yields
     assert run["counters"][f"{prefix}_accepted_tokens"] >= sum(steps) - len(steps)
-    per_position = f"{prefix}_accepted_tokens_per_pos"
-    assert run["counters"][f"{per_position}[0]"] > run["counters"][f"{per_position}[2]"] > 0
-    again = decode(engine, [[1]], [[]], 8)["counters"]
-    assert 0 < again[f"{prefix}_drafts"] < 8  # of this run alone
+    again = decode(engine, [[1]], [[]], 80, steps=3)
+    assert len(again["steps"]) == again["counters"][f"{prefix}_drafts"] == 3  # of this run alone
 
 
-def test_what_is_before_a_prompt():
+def test_what_is_before_a_prompt(engine):
+    """A slot's tokens; the stand-in refuses requests that share their begin with one that runs."""
     texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     assert text_before(texts, 1, 12) == [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6]
     assert text_before(texts, 7, 0) == []
     assert fill_up([0, 4], [1, 2, 3, 4]) == [1, 2, 0, 4]
     assert fill_up([6, 7, 8], [1, 2]) == [7, 8]
-
-
-class RecordingEngine:
-    """Yields a token a step; request i ends after 1 + i % 3 of them. Keeps the running prompts."""
-
-    def __init__(self):
-        self.prompts, self.num_tokens, self.running = {}, {}, []
-        self.abort_request = self.has_unfinished_requests = lambda *_: False
-
-    def add_request(self, request_id, prompt, sampling):
-        self.prompts[request_id] = prompt["prompt_token_ids"]
-        self.num_tokens[request_id] = 0
-
-    def step(self):
-        self.running.append(list(self.prompts.values()))
-        outputs = []
-        for request_id in list(self.prompts):
-            self.num_tokens[request_id] += 1
-            is_finished = self.num_tokens[request_id] == 1 + int(request_id) % 3
-            sequence = SimpleNamespace(token_ids=[0] * self.num_tokens[request_id])
-            outputs.append(
-                SimpleNamespace(request_id=request_id, outputs=[sequence], finished=is_finished)
-            )
-            if is_finished:
-                del self.prompts[request_id]
-        return outputs
-
-
-def test_requests_that_run_together_share_no_begin():
-    """A request takes the slot of one that has ended, so what is before prompts is used again."""
-    driver = Driver()
-    driver.engine = RecordingEngine()
-    driver.llm = SimpleNamespace(get_metrics=list)
-    driver.request_ids = count()
-    driver.vllm = SimpleNamespace(SamplingParams=lambda **settings: settings)
-    prompts = [[number] * 4 for number in range(12)]
-    driver.run(prompts, [[slot] * 8 for slot in range(3)], tokens=5, drain=True)
-    assert {len(prompt) for prompts in driver.engine.running for prompt in prompts} == {8}
-    begins = [[prompt[0] for prompt in prompts] for prompts in driver.engine.running]
-    assert all(len(set(together)) == len(together) for together in begins)
-    assert {begin for together in begins for begin in together} == {0, 1, 2}
-    ends = {prompt[-1] for prompts in driver.engine.running for prompt in prompts}
-    assert ends == set(range(12))
+    start(engine, "strict")
+    decode(engine, [[9]] * 12, [[slot] * 8 for slot in range(3)], 7)
+    with pytest.raises(SequoiaPlanError, match="share their begin"):
+        decode(engine, [[9]] * 2, [[], []], 7)
 
 
 @pytest.mark.parametrize(
@@ -156,27 +112,27 @@ def test_a_failure_is_one_line_and_leaves_its_log(engine, model, message):
 
 
 def test_memory_holds_so_many_engines(monkeypatch):
-    monkeypatch.setattr("sequoia_plan.engines.pool.MAX_CPU_ENGINES", 2)
+    monkeypatch.setattr("sequoia_plan.engines.vllm.MAX_CPU_ENGINES", 2)
     engines = VllmPool(
         target="works",
         draft=None,
-        workload=Workload(["ab", "abc"], 1, tokens=8),
+        workload=Workload(["ab", "cd", "ef"], 2, tokens=8),
+        max_length=3,
         python=sys.executable,
         speculative={},
         options={},
     )
+    kinds = [RunKind(Drafting(length)) for length in range(3)]
+    order = []
     with engines:
-        engines.ensure_running([Drafting(0)])  # says that it has no device
-        engines.ensure_running([Drafting(0), Drafting(1)])
-        assert engines.groups(map(Drafting, range(4))) == [
-            [Drafting(0), Drafting(1)],
-            [Drafting(2), Drafting(3)],
-        ]
-        first = engines.running[Drafting(0)]
-        engines.ensure_running([Drafting(1), Drafting(2)])
-        assert set(engines.running) == {Drafting(1), Drafting(2)}
-        assert has_ended(first.process.pid)
-        assert engines.run(RunKind(Drafting(2)), [0]).tokens > 0
+        engines.ensure_running([Drafting(1)])
+        first = engines.running[Drafting(1)]
+        assert engines.most_running() == 2  # it says that it has no device
+        engines.run_in_rounds(kinds, lambda kind, i: order.append((kind.drafting.length, i)), 2)
+        assert {*engines.running} == {Drafting(2)} and has_ended(first.process.pid)
+        assert engines.run(kinds[2], [0]).tokens > 0
+    # those that run come first, and every second round goes the other way
+    assert order == [(0, 0), (1, 0), (1, 1), (0, 1), (2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -16,8 +16,8 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
 from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
+from sequoia_plan.engines.pool import Workload
 from sequoia_plan.engines.spec_types import flags
-from sequoia_plan.engines.workload import Workload
 
 FOLDER = Path(os.environ.get("SEQUOIA_PLAN_LLAMACPP", ""))
 pytestmark = [
@@ -71,13 +71,11 @@ def pool(draft, draft_type="draft-simple", tokens=32, **fields):
         target=TARGET,
         draft=draft,
         workload=Workload(PROMPTS, len(PROMPTS), tokens),
-        build=find_build(SERVER),
+        max_length=8,
+        build=find_build(SERVER, draft_type),
         draft_type=draft_type,
         **{"arguments": ["-t", "1"], **fields},
     )
-
-
-RECORDING = Drafting(12)
 
 
 def counts(steps):
@@ -85,21 +83,21 @@ def counts(steps):
 
 
 @pytest.mark.parametrize(
-    ("draft", "settings"),
+    "settings",
     [
-        (DRAFT, [Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)]),
-        (DRAFT, [Drafting(lookup_size=n, lookup_length=m) for n, m in ((2, 2), (2, 4), (3, 8))]),
-        (DRAFT, [Drafting(2, 0.6, 2, 4), Drafting(3, 0.0, 3, 8)]),
+        [Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)],
+        [Drafting(lookup_size=n, lookup_length=m) for n, m in ((2, 2), (2, 4), (3, 8))],
+        [Drafting(2, 0.6, 2, 4), Drafting(3, 0.0, 3, 8)],
     ],
 )
-def test_a_replay_is_what_the_server_does(draft, settings):
+def test_a_replay_is_what_the_server_does(settings):
     """One recording gives the steps that the server makes at other settings.
 
     Passes over batches of other sizes round otherwise, which may change a token of a text, so a
     few texts may differ.
     """
-    with pool(draft, tokens=48) as servers:
-        texts = servers.record(0, RECORDING)[0]
+    with pool(DRAFT, tokens=48) as servers:
+        texts, _ = servers.record(0)
         same = []
         num_drafted = 0
         for drafting in settings:
@@ -115,7 +113,7 @@ def test_a_replay_is_what_the_server_does(draft, settings):
 def test_a_replay_of_eagle3_is_near_what_the_server_does():
     """Its proposals depend on where a chain begins, so the replay is an approximation."""
     with pool(EAGLE3, "draft-eagle3") as servers:
-        texts = servers.record(0, RECORDING)[0]
+        texts, _ = servers.record(0)
         for drafting in (Drafting(1), Drafting(3, 0.6), Drafting(8, 0.8)):
             num_steps = sum(map(len, servers.decode(drafting, servers.workload.measuring)))
             num_replayed = sum(len(text.replay(drafting)) for text in texts)
@@ -129,15 +127,19 @@ def test_llama_server_takes_the_line():
     assert sum(step.drafted for step in steps) > 0
 
 
-def test_a_draft_that_does_not_pair_is_one_line():
-    with pytest.raises(SequoiaPlanError, match="the draft does not pair with this target"):
-        pool(DRAFT, "draft-eagle3").ensure_running([Drafting(2)])
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [("draft-eagle3", "the draft does not pair with this target"), ("medusa", "unknown specul")],
+)
+def test_a_draft_that_does_not_pair_and_a_type_that_is_none_are_one_line(types, message):
+    with pytest.raises(SequoiaPlanError, match=message), pool(DRAFT, types) as servers:
+        servers.ensure_running([Drafting(2)])
 
 
 def test_the_server_ends_with_a_killed_program():
     script = (
         "import time; from sequoia_plan.engines.llama_server import Server, find_build\n"
-        f"build = find_build({SERVER!r})\n"
+        f"build = find_build({SERVER!r}, 'none')\n"
         f"server = Server.start(build, ['-m', {TARGET!r}, '-c', '512'])\n"
         "server.wait(); print(server._engine.process.pid, flush=True); time.sleep(600)\n"
     )

@@ -1,7 +1,6 @@
 """`sequoia-plan diagnose vllm`, with a stand-in for vLLM whose tokens are known, and bad input."""
 
 import json
-import re
 import shlex
 import sys
 from html import escape
@@ -14,8 +13,9 @@ from paths import STAND_IN
 
 from sequoia_plan.engines import vllm
 from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
+from sequoia_plan.engines.pool import Workload
+from sequoia_plan.engines.vllm import VllmPool
 from sequoia_plan.planner.cli import main
-from sequoia_plan.planner.report.engine_page import engine_page
 from sequoia_plan.planner.report.engine_table import print_plan, sentences, verdict_lines
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_the_plan_holds_what_the_engine_counted(measured_plan):
     for part in plan.contexts:
         # of eight steps the stand-in accepts 0 1 0 2 0 0 3 1
         assert part.acceptance.survival == pytest.approx((4 / 8, 2 / 8, 1 / 8), abs=0.02)
-        assert 0 < part.acceptance.trials <= part.acceptance.drafts
+        assert 0 < part.acceptance.error < 0.1
         assert part.acceptance.source.endswith(f"12 prompts of {part.context} tokens")
 
 
@@ -69,7 +69,7 @@ def test_it_chooses_the_fastest_numbers_and_verifies_them(measured_plan):
             assert best.throughput == max(cell.throughput for cell in cells)
 
 
-def test_what_is_said_can_be_pasted(measured_plan, capsys):
+def test_what_is_said_can_be_pasted_and_is_on_the_page(measured_plan, capsys):
     plan, html = measured_plan
     print_plan(plan)
     output = capsys.readouterr().out
@@ -85,16 +85,6 @@ def test_what_is_said_can_be_pasted(measured_plan, capsys):
     assert "predicted" in output and "…" not in output  # no figure of the table is cut off
 
 
-def test_the_page_shows_every_curve(measured_plan):
-    plan, html = measured_plan
-    assert html.count("<svg") == 4 and engine_page(plan) == html
-    without_names = re.sub(r'(xmlns|about|resource)[:\w]*="[^"]*"|<!DOCTYPE[^>]*>', "", html)
-    assert "http://" not in without_names.replace("http://www.w3.org", "")
-    best = f"best: {plan.contexts[0].best_cell(1).drafting}"
-    for text in ("predicted", "then measured", "Batch 1, context 300", best):
-        assert text in html
-
-
 def test_where_the_best_number_changes_is_said(measured_plan):
     """Cells of 900 tokens without speculation become the fastest, and the options follow."""
     short, long = measured_plan[0].contexts
@@ -107,16 +97,27 @@ def test_where_the_best_number_changes_is_said(measured_plan):
     assert lines[-1] == "start the engine without speculation" and short.lines[0] in lines
 
 
-def test_a_vllm_without_schedules_gets_a_line_for_each_number():
+def test_options_for_each_number_and_the_schedule(measured_plan):
     speculative = {"method": "draft_model", "model": "it's", "x": 1}
+    pool = VllmPool(
+        target="t",
+        draft="d",
+        workload=Workload([], 0),
+        max_length=3,
+        python="",
+        speculative=speculative,
+        options={},
+    )
+    part = measured_plan[0].contexts[0]
     schedule = (ScheduleEntry(1, 2, 3), ScheduleEntry(3, 8, 1), ScheduleEntry(9, 16, 0))
-    lines = vllm.launch_options(speculative, schedule, accepts_schedule=False)
-    expected = {"method": "draft_model", "model": "it's", "x": 1}
+    lines = pool.launch_options(replace(part, schedule=schedule))
+    rows = [[1, 2, 3], [3, 8, 1], [9, 16, 0]]
     assert [json.loads(shlex.split(line)[1]) for line in lines] == [
-        expected | {"num_speculative_tokens": length} for length in (3, 1)
+        speculative | {"num_speculative_tokens": 3},
+        speculative | {"num_speculative_tokens": 1},
+        speculative | {"num_speculative_tokens": 3, vllm.SCHEDULE_KEY: rows},
     ]
-    assert vllm.launch_options(speculative, schedule)[:-1] == lines
-    assert len(vllm.launch_options(speculative, (ScheduleEntry(1, 16, 2),))) == 1
+    assert len(pool.launch_options(replace(part, schedule=schedule[:1]))) == 1
 
 
 def test_what_another_program_takes_is_not_in_a_steps_time():

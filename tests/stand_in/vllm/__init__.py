@@ -1,7 +1,8 @@
 """A stand-in for vLLM, to test its process, errors and counters without it.
 
 It decodes nothing, and yields a known number of tokens in each step. The name of the model selects
-what it does: "dies", "broken", "wrong vocabulary", "no counters", or any other for a working one.
+what it does: "dies", "broken", "wrong vocabulary", "no counters", "strict", which refuses requests
+that share their first token with one that runs, or any other for a working one.
 """
 
 import itertools
@@ -34,7 +35,7 @@ class LLM:
             )  # vLLM 0.32 prints this text, through pydantic
         if model == "broken":  # as if another process of the engine had failed
             raise RuntimeError("Engine core initialization failed. See root cause above.")
-        self.dies = model == "dies"
+        self.dies, self.is_strict = model == "dies", model == "strict"
         self.has_counters = model != "no counters"
         self.length = (speculative_config or {}).get("num_speculative_tokens", 0)
         # vLLM has such a child process too, its EngineCore
@@ -51,7 +52,13 @@ class LLM:
         return SimpleNamespace(chat_template=None, encode=lambda text: list(text.encode()))
 
     def add_request(self, request_id, prompt, max_tokens):
-        self.requests[request_id] = SimpleNamespace(num_tokens=0, max_tokens=max_tokens)
+        begin, *_ = prompt["prompt_token_ids"]
+        together = [request.begin for request in self.requests.values()]
+        if begin in together and self.is_strict:
+            raise ValueError("requests that run together share their begin")
+        self.requests[request_id] = SimpleNamespace(
+            num_tokens=0, max_tokens=max_tokens, begin=begin
+        )
 
     def abort_request(self, request_ids):
         for request_id in request_ids:
@@ -63,7 +70,7 @@ class LLM:
     def step(self):
         if self.dies:
             os.kill(os.getpid(), signal.SIGSEGV)
-        time.sleep(0.0005 * (1 + 0.2 * self.length))
+        time.sleep(0.0005 * (1 + 0.02 * self.length))
         outputs = []
         for request_id, request in list(self.requests.items()):
             num_new = 1
