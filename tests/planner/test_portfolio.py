@@ -30,7 +30,7 @@ from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import print_summary
-from sequoia_plan.planner.solving.match import by_match, looked_up, recorded
+from sequoia_plan.planner.solving.match import by_match, recorded
 from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_acceptance,
     looked_up_as_visited,
@@ -127,33 +127,6 @@ def test_the_fastest_looked_up_tree_is_that_of_brute_force(seed):
     assert result.speed == pytest.approx(best, rel=1e-12)
 
 
-def test_a_search_without_tails_is_slower(monkeypatch):
-    """Control: the fastest tree has a drafted child of the root and a spine of four tokens, and a
-    search that folds one node of its tail alone does not find it."""
-    rows = np.array([[[0.6, 0.35], [0.1, 0.1]], *[[[0.95, 0.02], [0.1, 0.1]]] * 3])
-    latency = Latency({n: 0.02 + 0.001 * n for n in range(1, 8)}, {1: 0.001, 7: 0.001})
-    problem = SpeedProblem(rows, 7, StepTime(latency))
-    start = problem.evaluate(TokenTree.chain(1))
-    trees = possible_trees(problem.times, True, 7, depth=5)
-    best = max(trees, key=lambda tree: problem.evaluate(tree).speed)
-    assert best.parents.tolist() == [-1, 0, 0, 1, 3, 4]
-    assert best.num_drafted_levels == 1
-    result, right = fastest_looked_up_tree(problem, start), looked_up.fold_tail
-    assert result.tree == best
-    assert result.bound == pytest.approx(result.speed, rel=1e-9)
-    monkeypatch.setattr(
-        looked_up, "fold_tail", lambda rows, passes, charges: right(rows, passes, charges[:1])
-    )
-    assert fastest_looked_up_tree(problem, start).speed < result.speed * 0.999
-
-
-def test_draft_passes_end_where_only_the_spine_goes_on():
-    """A looked-up chain has no draft pass; a drafted child on level 2 needs two."""
-    assert spine_of(6).num_drafted_levels == 0
-    with_sibling = TokenTree(np.array([-1, 0, 1, 1, 2, 4], np.int32), looks_up=True)
-    assert with_sibling.num_parents_by_level == [1, 1]
-
-
 @pytest.mark.parametrize("seed", range(16))
 def test_no_portfolio_is_faster_than_the_solved_one(seed):
     """Brute force over all portfolios of two or three classes of match, in some of which the draft
@@ -174,30 +147,6 @@ def test_no_portfolio_is_faster_than_the_solved_one(seed):
     best = highest_speed(problems, shares, times, 6)
     assert result.bound >= best * (1 - 1e-12)
     assert result.speed == pytest.approx(best, rel=1e-9)
-
-
-NOTHING = Acceptance.given([[[0.3], [0.3]]])
-COPYING = [MatchProblem(0, NOTHING), MatchProblem(2, NOTHING, Acceptance.given([[[0.93], [0.3]]]))]
-"""Steps without a match, and steps whose looked-up tokens are nearly all right."""
-
-
-def test_solving_each_class_by_its_own_speed_loses():
-    """Control: the tree with the most tokens a second of its own class is not the one for the
-    common price of a second: where text repeats itself, it is too short."""
-    problems, shares = COPYING, np.array([0.8, 0.2])
-    latency = Latency({n: 0.02 + 0.001 * n for n in range(1, 41)}, {1: 0.005, 40: 0.01})
-    times, limits = StepTime(latency), Limits(40, 40, 40)
-    plain = [TokenTree.chain(1)]
-    together = fastest_portfolio(problems, shares, times, limits, plain * 2)
-    apart = [
-        fastest_portfolio([problem], np.ones(1), times, limits, plain).trees[0]
-        for problem in problems
-    ]
-    figures = [problems[c].step_figures(apart[c], times) for c in range(2)]
-    tokens, seconds = shares @ np.array(figures)
-    assert tokens / seconds < together.speed * 0.99
-    assert apart[1].depth < together.trees[1].depth
-    assert together.bound == pytest.approx(together.speed, rel=1e-9)
 
 
 def test_shares_by_hand():

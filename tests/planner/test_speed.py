@@ -1,7 +1,5 @@
 """The fastest tree for the hardware, the bound that proves it, and searches wrong on purpose."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from brute_force import DFLASH, EAGLE, fitting, max_speed
@@ -42,7 +40,7 @@ def by_brute_force(rates, times, budget, depth):
     return max_speed(rows, times, min(budget, times.largest_size()))
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     rates(non_increasing=True, favouring=True),
     *LIMITS,
@@ -58,7 +56,7 @@ def test_the_fastest_tree_is_found_and_proven(rates, latency, budget, depth, dra
     assert chosen.speed == pytest.approx(tokens / times.step_seconds(chosen.tree), rel=1e-12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     rates() | rates(non_increasing=True),
     *LIMITS,
@@ -143,21 +141,6 @@ def test_a_search_with_a_wrong_cost_is_noticed(monkeypatch, more, wrong):
     assert (chosen.bound if wrong.get("draft", [0])[-1] == 0.5 else chosen.speed) < best * 0.999
 
 
-def test_a_first_pass_priced_as_if_it_did_not_widen_is_noticed(monkeypatch):
-    """The control: a search with the first pass of two levels for any depth finds a slower tree."""
-    latency = Latency(
-        {n: 0.04 for n in range(1, 8)}, {1: 0.001, 2: 0.002, 3: 0.002, 4: 0.2, 5: 0.2}, 0.001
-    )
-    times, rows, right = StepTime(latency, EAGLE), at_depth([0.9, 0.05], 5), fastest.cost_tables
-    best = max_speed(rows, times, 7)
-    assert fastest_tree(SpeedProblem(rows, 7, times)).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(fastest, "_depths_to_search", lambda problem: [len(problem.rows) + 1])
-    monkeypatch.setattr(
-        fastest, "cost_tables", lambda problem: right(replace(problem, rows=problem.rows[:1]))
-    )
-    assert fastest_tree(SpeedProblem(rows, 7, times)).speed < best * 0.999
-
-
 def fastest_by_widths(rows, times, max_size, max_width):
     """The highest speed over every choice of widths up to `max_width`.
 
@@ -183,7 +166,7 @@ def fastest_by_widths(rows, times, max_size, max_width):
     return best
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_tree_of_twenty_nodes(seed):
     """An enumeration of all widths on five levels, without bounds."""
     rng = np.random.default_rng(seed)
@@ -236,18 +219,6 @@ def test_a_node_left_out_must_cost_what_it_may_be_worth():
     gain = expected_tokens(TokenTree.star(4), rows) - times.step_seconds(TokenTree.star(4))
     assert relaxed(rows, times, np.zeros(3), 0.0, 1.0) >= gain
     assert relaxed(rows, times, np.zeros(3), 0.3, 1.0) < gain
-
-
-@settings(max_examples=60)
-@given(rates(), latencies(), st.integers(2, 6))
-def test_the_bound_from_the_trees_of_most_tokens_holds(rates, latency, depth):
-    """Even if none of these trees is taken."""
-    rows, times = at_depth(rates, depth), StepTime(latency)
-    problem = SpeedProblem(rows, times.largest_size(), times)
-    plain = problem.evaluate(TokenTree.chain(1))
-    sizes = np.arange(1.0, times.largest_size() + 1)  # no tree of n nodes has more tokens than n
-    _, bound = fastest._try_trees_of_most_tokens(problem, plain, sizes, lambda tree: plain)
-    assert max_speed(rows, times, times.largest_size()) <= max(bound, plain.speed) * (1 + 1e-12)
 
 
 def test_the_answer_may_be_no_speculation_or_a_chain():
