@@ -11,14 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Certificate", "Solution", "check", "frontier", "solve"]
 
-_MODULES = {
-    "Certificate": "certificate",
-    "check": "certificate",
-    "frontier": "tokens.frontier",
-    "Solution": "solve",
-    "solve": "solve",
-}
-"""The module of `planner.solving` that defines each public name."""
+_MODULES = {"Certificate": "certificate", "check": "certificate", "frontier": "tokens.frontier"}
+"""The module of `planner.solving` that defines each public name, if it is not `solve`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -26,9 +20,9 @@ def __getattr__(name: str) -> Any:
 
     Importing numba takes longer than `sequoia-plan --help` may take.
     """
-    if name in _MODULES:
-        import importlib
+    if name in __all__:
+        from importlib import import_module
 
-        module = importlib.import_module(f"sequoia_plan.planner.solving.{_MODULES[name]}")
+        module = import_module(f"sequoia_plan.planner.solving.{_MODULES.get(name, 'solve')}")
         return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

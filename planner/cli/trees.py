@@ -126,8 +126,7 @@ def _advise_to_count_again(profile: Profile, size: int, output: str) -> None:
 @click.argument("tree_file", metavar="[TREE]", type=PATH, default="tree.safetensors")
 @file_option(
     "--plot",
-    text="Draw the tree, tokens against size, and speed over size and depth into a .png or .svg "
-    "file; of trees by match, all trees and the speed by kind of prompts.",
+    text="Draw the tree, or the trees by match side by side, into a .png or .svg file.",
 )
 @json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:

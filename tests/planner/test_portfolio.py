@@ -28,6 +28,7 @@ from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.lookup import LookupCounts, MatchClass, Position, write_positions
 from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.artifacts.tree_file import CATALOG
 from sequoia_plan.planner.report.plot import draw
 from sequoia_plan.planner.report.tree_summary import print_summary
 from sequoia_plan.planner.solving.match import by_match, recorded
@@ -293,6 +294,17 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     texts = recorded_texts(profile.lookup.texts["all"], (0, 2))
     shares = replay(texts, trees, acceptances).shares
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "speedup", "bound"),
+    [("t0", 1.81358605, 1.90841289), ("t06", 1.56211792, 1.572262)],
+)
+def test_the_catalogs_profiles_have_trees_as_fast_as_ever(temperature, speedup, bound):
+    """What a change of the search finds and proves is not below what was found before."""
+    name = f"smollm2-135m-epyc-2-cores-{temperature}.yaml"
+    plan = solve(Profile.load(CATALOG / "profiles" / name), budget=768, depth=20).plan
+    assert speedup <= plan.predicted_speedup <= plan.speedup_bound <= bound
 
 
 def test_each_context_has_a_plan_of_its_own(tmp_path, capsys):

@@ -5,15 +5,12 @@ import pytest
 from brute_force import DFLASH, EAGLE, fitting, max_speed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 from strategies import at_depth, latencies, rates
 
 from sequoia_plan.artifacts import (
     LANGUAGE_MODEL,
     Latency,
-    StreamCost,
     TokenTree,
-    VerificationCost,
 )
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.step_time import StepTime
@@ -78,18 +75,6 @@ def test_the_bound_on_speed_holds_for_any_acceptance(rates, latency, budget, dep
             assert chosen.speed >= speed * (1 - 1e-12)
 
 
-@given(rates(non_increasing=True, favouring=True), latencies(), st.floats(0, 9), st.floats(0, 0.5))
-def test_other_steps_count_as_well(rates, latency, tokens, seconds):
-    rows, times = at_depth(rates, 5), StepTime(latency)
-    chosen = fastest_tree(SpeedProblem(rows, 7, times, tokens, seconds))
-    best = max(
-        (expected_tokens(tree, rows) + tokens) / (times.step_seconds(tree) + seconds)
-        for tree in fitting(rows, times.largest_size())
-    )
-    assert chosen.speed == pytest.approx(best, rel=1e-12)
-    assert chosen.bound == pytest.approx(chosen.speed, rel=1e-9)
-
-
 def test_best_first_is_trusted_only_where_rows_favour_the_spine(monkeypatch):
     """The control: rows that do not favour the spine, treated as if they did, give a wrong bound.
 
@@ -119,26 +104,6 @@ def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
     rows = at_depth([level, level, [[0.9, 0.1], [0.2, 0.1]]], 4)
     value = best_first.most_valuable_nodes_within(rows, 8, np.array([1, 2, 1]))[1]
     assert value.sum() == pytest.approx(1 + 2 * 0.5 + 4 * 0.25 + 0.25 * 0.9)
-
-
-@pytest.mark.parametrize(
-    ("more", "wrong"),
-    [
-        ({"stream": StreamCost(0.08, 1000)}, {"min_step_seconds": 0.0}),
-        ({"verification": VerificationCost(0.0, 0.008)}, {"target": np.full(8, 0.04)}),
-        ({}, {"draft": np.r_[0.0, np.full(7, 0.002)]}),
-        ({}, {"draft": np.r_[0.0, np.full(7, 0.5)]}),
-    ],
-    ids=["stream", "verification", "width", "too high"],
-)
-def test_a_search_with_a_wrong_cost_is_noticed(monkeypatch, more, wrong):
-    """The control: a slower tree is chosen; with costs above the real ones the bound is wrong."""
-    times, right = StepTime(structs.replace(TINY, **more)), fastest.cost_tables
-    best = max_speed(TINY_ROWS, times, 7)
-    assert fastest_tree(SpeedProblem(TINY_ROWS, 7, times)).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(fastest, "cost_tables", lambda *args: right(*args)._replace(**wrong))
-    chosen = fastest_tree(SpeedProblem(TINY_ROWS, 7, times))
-    assert (chosen.bound if wrong.get("draft", [0])[-1] == 0.5 else chosen.speed) < best * 0.999
 
 
 def fastest_by_widths(rows, times, max_size, max_width):

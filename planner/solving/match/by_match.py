@@ -56,7 +56,7 @@ def trees_by_match(
         )
     lengths = [problem.match_length for problem in recording.problems]
     tree = _with_by_match(dict(zip(lengths, decoded.trees, strict=True)))
-    prediction = predict_portfolio(tree, tuple(by_match), times)
+    prediction = predict_portfolio(by_match, times)
     figures = {
         **prediction._asdict(),
         "acceptance": by_match[0].acceptance,
