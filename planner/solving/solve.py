@@ -11,14 +11,20 @@ from sequoia_plan.artifacts.plan import provenance, tool_version
 from sequoia_plan.artifacts.prediction import predict
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.certificate import most_tokens
 from sequoia_plan.planner.solving.match.by_match import trees_by_match
 from sequoia_plan.planner.solving.match.recorded import recorded
 from sequoia_plan.planner.solving.problem import Problem, SpeedProblem, proven_bound
 from sequoia_plan.planner.solving.promised import single_tree_figures
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
-from sequoia_plan.planner.solving.tokens.frontier import best_tree, check_limits, pick_solver
+from sequoia_plan.planner.solving.tokens.frontier import (
+    best_tree,
+    check_limits,
+    frontier,
+    most_tokens,
+    pick_solver,
+)
 
+__all__ = ["Solution", "frontier", "solve"]
 OBJECTIVES = ("speed", "tokens")
 
 
