@@ -32,26 +32,17 @@ def predict(
     return TreePrediction(tokens, step, speedup)
 
 
-def predict_portfolio(
-    tree: TokenTree, by_match: Sequence[MatchPlan], times: StepTime
-) -> TreePrediction:
-    """Predict the figures of a tree and of the trees that take its place by match.
+def predict_portfolio(by_match: Sequence[MatchPlan], times: StepTime) -> TreePrediction:
+    """Predict the figures of trees by match together.
 
     A step of match class c is the share w_c of all steps. In the long run a step yields sum of
     w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds, in which the draft may have to catch up
     with tokens that it has not read.
     """
-    tokens, seconds = [], []
-    for part in by_match:
-        prediction = predict(tree.for_match(part.match_length), part.acceptance, times)
-        if prediction.expected_tokens is None or prediction.step_seconds is None:
-            return TreePrediction()
-        tokens.append(part.share * prediction.expected_tokens)
-        seconds.append(part.share * (prediction.step_seconds + part.catch_up_seconds))
     total_share = math.fsum(part.share for part in by_match)
-    step_tokens, step_seconds = math.fsum(tokens) / total_share, math.fsum(seconds) / total_share
-    speedup = step_tokens * times.plain_seconds() / step_seconds
-    return TreePrediction(step_tokens, step_seconds, speedup)
+    tokens = math.fsum(part.share * part.expected_tokens for part in by_match) / total_share
+    seconds = math.fsum(part.share * part.step_seconds for part in by_match) / total_share
+    return TreePrediction(tokens, seconds, tokens * times.plain_seconds() / seconds)
 
 
 def prediction_for(
@@ -75,7 +66,7 @@ def prediction_for(
     if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
         tokens, _, speedup = predict(tree, plan.acceptance, times)
     elif tree.by_match:
-        tokens, _, speedup = predict_portfolio(tree, plan.by_match, times)
+        tokens, _, speedup = predict_portfolio(plan.by_match, times)
     else:  # its acceptance is known for texts without a match only
         return Prediction()
     return Prediction(tokens, speedup)

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sequoia_plan.planner.solving.certificate import Certificate, check
     from sequoia_plan.planner.solving.solve import Solution, solve
     from sequoia_plan.planner.solving.tokens.frontier import frontier
 
-__all__ = ["Certificate", "Solution", "check", "frontier", "solve"]
-
-_MODULES = {
-    "Certificate": "certificate",
-    "check": "certificate",
-    "frontier": "tokens.frontier",
-    "Solution": "solve",
-    "solve": "solve",
-}
-"""The module of `planner.solving` that defines each public name."""
+__all__ = ["Solution", "frontier", "solve"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,9 +16,8 @@ def __getattr__(name: str) -> Any:
 
     Importing numba takes longer than `sequoia-plan --help` may take.
     """
-    if name in _MODULES:
-        import importlib
+    if name in __all__:
+        from sequoia_plan.planner.solving import solve
 
-        module = importlib.import_module(f"sequoia_plan.planner.solving.{_MODULES[name]}")
-        return getattr(module, name)
+        return getattr(solve, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

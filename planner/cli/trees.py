@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,11 +15,13 @@ from sequoia_plan.planner.cli.options import (
     json_option,
     output_option,
 )
-from sequoia_plan.planner.cli.terminal import print_json
+from sequoia_plan.planner.cli.pair import when_numba_compiles
+from sequoia_plan.planner.cli.terminal import print_json, status
 
 if TYPE_CHECKING:
     from sequoia_plan.artifacts import Profile, TokenTree
 
+COMPILING = "compiling the solver, once: about 10 seconds"
 LARGE_SIZE = 16
 """Nodes up to which acceptance counted with the profile's small tree holds."""
 PLAN_KEYS = (
@@ -82,7 +85,8 @@ def solve(
     source = acceptance or profile_file or "profile.yaml"
     measured = _read_acceptance(source) if acceptance else Profile.load(source)
     refuse_to_replace(output, source)
-    solution = solve_tree(measured, **limits)
+    with status("solving") as show, when_numba_compiles(partial(show, COMPILING)):
+        solution = solve_tree(measured, **limits)
     tree, plan = solution.tree, solution.tree.plan
     save_tree(tree, output)
     if isinstance(measured, Profile):
@@ -126,8 +130,7 @@ def _advise_to_count_again(profile: Profile, size: int, output: str) -> None:
 @click.argument("tree_file", metavar="[TREE]", type=PATH, default="tree.safetensors")
 @file_option(
     "--plot",
-    text="Draw the tree, tokens against size, and speed over size and depth into a .png or .svg "
-    "file; of trees by match, all trees and the speed by kind of prompts.",
+    text="Draw the tree, or the trees by match side by side, into a .png or .svg file.",
 )
 @json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:

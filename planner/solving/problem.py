@@ -77,6 +77,10 @@ class SpeedProblem(Problem):
         """Whether no sibling adds more to a tree than an earlier one, so that searches prove."""
         return self.is_non_increasing and best_first.favours_spine(self.rows)
 
+    def step_seconds(self, tree: TokenTree) -> float:
+        """Seconds of a step with a tree, of the other steps, and of catching up after it."""
+        return self.times.step_seconds(tree) + self.seconds_beside(tree)
+
     def seconds_beside(self, tree: TokenTree) -> float:
         """Seconds of the other steps, and of catching up after a step with a tree."""
         num_unread = min(self.times.num_unread(tree), len(self.catch_up) - 1)
@@ -93,9 +97,7 @@ class SpeedProblem(Problem):
 
     def evaluate(self, tree: TokenTree) -> FastestTree:
         """A tree with its predicted speed, which is also its bound."""
-        tokens = expected_tokens(tree, self.rows) if tree.size > 1 else 1.0
-        seconds = self.times.step_seconds(tree) + self.seconds_beside(tree)
-        speed = (tokens + self.other_tokens) / seconds
+        speed = (expected_tokens(tree, self.rows) + self.other_tokens) / self.step_seconds(tree)
         return FastestTree(tree, speed, speed)
 
     def speed_bounds(self, tokens: Floats, least_depth: int) -> Floats:

@@ -11,16 +11,20 @@ from sequoia_plan.artifacts.plan import provenance, tool_version
 from sequoia_plan.artifacts.prediction import predict
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.planner.solving.certificate import most_tokens
 from sequoia_plan.planner.solving.match.by_match import trees_by_match
-from sequoia_plan.planner.solving.match.portfolio import Limits
 from sequoia_plan.planner.solving.match.recorded import recorded
-from sequoia_plan.planner.solving.match.replay import MAX_RUN
 from sequoia_plan.planner.solving.problem import Problem, SpeedProblem, proven_bound
 from sequoia_plan.planner.solving.promised import single_tree_figures
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
-from sequoia_plan.planner.solving.tokens.frontier import best_tree, check_limits, pick_solver
+from sequoia_plan.planner.solving.tokens.frontier import (
+    best_tree,
+    check_limits,
+    frontier,
+    most_tokens,
+    pick_solver,
+)
 
+__all__ = ["Solution", "frontier", "solve"]
 OBJECTIVES = ("speed", "tokens")
 
 
@@ -95,27 +99,28 @@ def solve(
     check_limits(budget, depth, branching)
     drafted_depth = min(depth, profile.drafting.max_depth or depth)  # what the draft can make
     problem = Problem(profile.acceptance.at_depth(drafted_depth, branching), budget)
-    limits = Limits(budget, min(depth, MAX_RUN), drafted_depth, branching)
-    recording = recorded(profile, limits) if lookup and objective == "speed" else None
-    if not draft and not recording:
-        raise ArgumentError(
-            "draft none: found no lookup, or another objective than speed, expected both: nothing "
-            "else proposes tokens then; give latencies, and leave --no-lookup out"
-        )
     origin |= {"budget": budget, "depth": drafted_depth, "branching": branching}
     measured = profile  # as a name whose type does not change
 
     def solved_with(latency: Latency | None) -> TokenTree:
         """The tree for these latencies, with its plan."""
         times = StepTime(latency, measured.drafting) if latency else None
-        if objective == "tokens" or not times:
+        recording = None
+        if times and objective == "speed":
+            timed = SpeedProblem(problem.rows, budget, times)
+            if lookup and len(problem.rows):
+                recording = recorded(measured, timed, depth, branching)
+        if not draft and not recording:
+            raise ArgumentError(
+                "draft none: found no lookup, or another objective than speed, expected both: "
+                "nothing else proposes tokens then; give latencies, and leave --no-lookup out"
+            )
+        if not times or objective == "tokens":
             tree, figures = _tree_of_most_tokens(measured, problem, times)
         elif recording:
-            base_tree = fastest_tree(SpeedProblem(problem.rows, budget, times)).tree
-            with_lookup = replace(recording, times=replace(times, looks_up=True))
-            tree, figures = trees_by_match(measured, with_lookup, base_tree)
+            tree, figures = trees_by_match(measured, recording, fastest_tree(timed).tree)
         else:
-            tree, figures = _fastest_tree(measured, SpeedProblem(problem.rows, budget, times))
+            tree, figures = _fastest_tree(measured, timed)
         latency = latency and latency.without_spread()
         solver = pick_solver(problem).NAME if objective == "tokens" else "branch and bound"
         plan = Plan(**origin, **figures, latency=latency, objective=objective, solver=solver)

@@ -130,7 +130,7 @@ arrays = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(
     trees(9),
     st.dictionaries(st.sampled_from(sorted(_tensors(TREE))), arrays, max_size=2),
@@ -191,21 +191,10 @@ def test_any_value_anywhere_in_a_profile(path, value):
     read_profile(yaml.safe_dump(replaced(PROFILE_DOCUMENT, path, value)).encode())
 
 
-@pytest.mark.parametrize("old", ["trials: 6", "name: t"])
-@pytest.mark.parametrize(
-    "text", ["!!binary x", "9" * 5000, "2001-99-99", "? {a: b}\n: c", "[" * 5000, "0x", "\ud800"]
-)
-def test_awkward_yaml(old, text):
-    document = PROFILE.to_yaml()
-    assert old in document
-    document = document.replace(old, f"{old.split()[0]} {text}")
-    read_profile(document.encode(errors="surrogatepass"))
-
-
 DOCUMENTS = {name: to_format(TREE) for name, to_format in FORMATS.items()}
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(
     st.sampled_from(
         [(name, path) for name, document in DOCUMENTS.items() for path in places(document)]

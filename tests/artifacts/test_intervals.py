@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    Counts,
-    Profile,
-)
 from sequoia_plan.artifacts.acceptance import estimate
-from sequoia_plan.planner import solve
 
 
 def drawn_counts(rng, truth, trials):
@@ -19,19 +13,6 @@ def drawn_counts(rng, truth, trials):
         for n, p in zip(trials.ravel(), truth.reshape(-1, truth.shape[-1]), strict=True)
     ]
     return np.reshape(counts, truth.shape).astype(float)
-
-
-def test_levels_and_classes_are_solved_for_as_they_were_counted():
-    by_level = Counts([[600], [300]], [[[240, 90, 30]], [[180, 30, 6]]])
-    by_class = Counts([[900, 0], [400, 400]], [[[360, 180], [0, 0]], [[280, 40], [80, 40]]])
-    expected = (
-        [[[0.4, 0.15, 0.05]], [[0.6, 0.1, 0.02]]],
-        [[[0.4, 0.2], [0.4, 0.2]], [[0.7, 0.1], [0.2, 0.1]]],
-    )
-    for counts, rates in zip((by_level, by_class), expected, strict=True):
-        plan = solve(Profile(Acceptance.counted(counts)), budget=12, depth=6).plan
-        assert plan.acceptance.rates == pytest.approx(np.array(rates), abs=0.005)
-        assert plan.interval is plan.interval_new_kind is None
 
 
 def test_classes_differ_as_far_as_their_counts_do_by_more_than_noise():

@@ -101,17 +101,6 @@ def test_counts_are_checked(counted, old, new, message):
         Profile.from_bytes(text.replace(old, new, 1).encode(), "p.yaml")
 
 
-def test_spread_of_times_survives_and_is_checked():
-    spread = {"target": {1: (0.039, 0.042), 8: (0.06, 0.06)}, "draft": {8: (0.004, 0.006)}}
-    latency = replace(PROFILE.latency, samples={1: 9, 8: 5}, quartiles=spread, out_of_memory=64)
-    timed = replace(PROFILE, latency=latency)
-    text = timed.to_yaml()
-    assert Profile.from_bytes(text.encode(), "p") == timed
-    assert "[0.06, 0.06]" in text
-    with pytest.raises(SequoiaPlanError, match=r"quartiles.* of length 2"):
-        Profile.from_bytes(text.replace("[0.06, 0.06]", "[0.06]").encode(), "p")
-
-
 def test_a_plan_says_where_it_comes_from():
     """It names tool, profile, trials, settings, models, machine, and the latencies used."""
     plan = Plan(**provenance(PROFILE), latency=PROFILE.latency.without_spread())

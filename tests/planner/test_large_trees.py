@@ -1,10 +1,7 @@
 """Acceptance as a large tree meets it: counted on the text that it wrote, deep levels included."""
 
-import itertools
-
 import numpy as np
 import pytest
-import torch
 from toys import PROMPTS, toy_pair
 
 from sequoia_plan.artifacts import Acceptance, TokenTree
@@ -20,7 +17,7 @@ from sequoia_plan.profiler.observed import (
     max_children_by_level,
     num_counted_levels,
 )
-from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime import Sampling
 
 pytestmark = pytest.mark.slow
 WIDE = solve([0.5, 0.2, 0.1, 0.05], budget=24, depth=8).tree
@@ -39,18 +36,13 @@ def by_level(observed):
     return Acceptance.counted(observed.totals()).with_one_class().rates
 
 
-@pytest.mark.parametrize(
-    "tree", [TokenTree.chain(7), TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 2])], ids=repr
-)
-def test_the_promise_for_the_tree_that_wrote_is_what_it_yielded(tree):
+def test_the_promise_for_the_tree_that_wrote_is_what_it_yielded():
     """Where all nodes of a level have as many children, this is an identity at temperature 0.
 
     The counts of the small tree (the control), whose steps begin elsewhere, promise something else.
     """
-    own, small, default = (
-        observe(toy_pair(noise=1.5), writer, 200, Sampling()) for writer in (tree, None, TREE)
-    )
-    assert np.array_equal(default.counts, small.counts)
+    tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 2])
+    own, small = (observe(toy_pair(noise=1.5), writer, 120, Sampling()) for writer in (tree, None))
     assert own.trials.shape[1] == num_counted_levels(tree) == max(LEVELS, tree.depth - 1)
     # each text ends on the root of a further step, whose tokens were not decoded
     num_steps = own.trials[:, 0].sum()
@@ -58,26 +50,6 @@ def test_the_promise_for_the_tree_that_wrote_is_what_it_yielded(tree):
     slack = len(PROMPTS) * tokens_per_step / num_steps
     assert expected_tokens(tree, by_level(own)) == pytest.approx(tokens_per_step, abs=slack)
     assert abs(expected_tokens(tree, by_level(small)) - tokens_per_step) > slack
-
-
-def test_traversal_is_promised_what_it_yields_in_a_deep_tree():
-    """The levels of `sequoia` (the control) promise fewer tokens."""
-    tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3, 5, 6, 7])
-    pair = toy_pair(noise=1.5, constant=True)
-    rules = [Sampling(1.0, verifier=name) for name in ("sequoia", "traversal")]
-    plain, promised = (
-        expected_tokens(tree, by_level(observed))
-        for observed in (observe(pair, tree, 60, rule, PROMPTS * 2) for rule in rules)
-    )
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    yields = [
-        len(step.tokens)
-        for number, prompt in enumerate(PROMPTS)
-        for step in itertools.islice(decoder.steps(torch.tensor(prompt), 480, rules[1], number), 80)
-    ]
-    error = np.std(yields) / len(yields) ** 0.5
-    assert promised == pytest.approx(np.mean(yields), abs=4 * error)
-    assert plain < np.mean(yields) - 4 * error
 
 
 def test_ratios_of_deep_levels_are_taken_together():

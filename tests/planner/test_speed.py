@@ -1,21 +1,16 @@
 """The fastest tree for the hardware, the bound that proves it, and searches wrong on purpose."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from brute_force import DFLASH, EAGLE, fitting, max_speed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 from strategies import at_depth, latencies, rates
 
 from sequoia_plan.artifacts import (
     LANGUAGE_MODEL,
     Latency,
-    StreamCost,
     TokenTree,
-    VerificationCost,
 )
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.step_time import StepTime
@@ -42,7 +37,7 @@ def by_brute_force(rates, times, budget, depth):
     return max_speed(rows, times, min(budget, times.largest_size()))
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     rates(non_increasing=True, favouring=True),
     *LIMITS,
@@ -58,7 +53,7 @@ def test_the_fastest_tree_is_found_and_proven(rates, latency, budget, depth, dra
     assert chosen.speed == pytest.approx(tokens / times.step_seconds(chosen.tree), rel=1e-12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     rates() | rates(non_increasing=True),
     *LIMITS,
@@ -78,18 +73,6 @@ def test_the_bound_on_speed_holds_for_any_acceptance(rates, latency, budget, dep
             tree = best_tree(Problem(rows[: max_depth - 1], size))
             speed = expected_tokens(tree, rates) / times.step_seconds(tree)
             assert chosen.speed >= speed * (1 - 1e-12)
-
-
-@given(rates(non_increasing=True, favouring=True), latencies(), st.floats(0, 9), st.floats(0, 0.5))
-def test_other_steps_count_as_well(rates, latency, tokens, seconds):
-    rows, times = at_depth(rates, 5), StepTime(latency)
-    chosen = fastest_tree(SpeedProblem(rows, 7, times, tokens, seconds))
-    best = max(
-        (expected_tokens(tree, rows) + tokens) / (times.step_seconds(tree) + seconds)
-        for tree in fitting(rows, times.largest_size())
-    )
-    assert chosen.speed == pytest.approx(best, rel=1e-12)
-    assert chosen.bound == pytest.approx(chosen.speed, rel=1e-9)
 
 
 def test_best_first_is_trusted_only_where_rows_favour_the_spine(monkeypatch):
@@ -123,41 +106,6 @@ def test_of_equally_valuable_nodes_the_one_on_the_spine_has_children_first():
     assert value.sum() == pytest.approx(1 + 2 * 0.5 + 4 * 0.25 + 0.25 * 0.9)
 
 
-@pytest.mark.parametrize(
-    ("more", "wrong"),
-    [
-        ({"stream": StreamCost(0.08, 1000)}, {"min_step_seconds": 0.0}),
-        ({"verification": VerificationCost(0.0, 0.008)}, {"target": np.full(8, 0.04)}),
-        ({}, {"draft": np.r_[0.0, np.full(7, 0.002)]}),
-        ({}, {"draft": np.r_[0.0, np.full(7, 0.5)]}),
-    ],
-    ids=["stream", "verification", "width", "too high"],
-)
-def test_a_search_with_a_wrong_cost_is_noticed(monkeypatch, more, wrong):
-    """The control: a slower tree is chosen; with costs above the real ones the bound is wrong."""
-    times, right = StepTime(structs.replace(TINY, **more)), fastest.cost_tables
-    best = max_speed(TINY_ROWS, times, 7)
-    assert fastest_tree(SpeedProblem(TINY_ROWS, 7, times)).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(fastest, "cost_tables", lambda *args: right(*args)._replace(**wrong))
-    chosen = fastest_tree(SpeedProblem(TINY_ROWS, 7, times))
-    assert (chosen.bound if wrong.get("draft", [0])[-1] == 0.5 else chosen.speed) < best * 0.999
-
-
-def test_a_first_pass_priced_as_if_it_did_not_widen_is_noticed(monkeypatch):
-    """The control: a search with the first pass of two levels for any depth finds a slower tree."""
-    latency = Latency(
-        {n: 0.04 for n in range(1, 8)}, {1: 0.001, 2: 0.002, 3: 0.002, 4: 0.2, 5: 0.2}, 0.001
-    )
-    times, rows, right = StepTime(latency, EAGLE), at_depth([0.9, 0.05], 5), fastest.cost_tables
-    best = max_speed(rows, times, 7)
-    assert fastest_tree(SpeedProblem(rows, 7, times)).speed == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr(fastest, "_depths_to_search", lambda problem: [len(problem.rows) + 1])
-    monkeypatch.setattr(
-        fastest, "cost_tables", lambda problem: right(replace(problem, rows=problem.rows[:1]))
-    )
-    assert fastest_tree(SpeedProblem(rows, 7, times)).speed < best * 0.999
-
-
 def fastest_by_widths(rows, times, max_size, max_width):
     """The highest speed over every choice of widths up to `max_width`.
 
@@ -183,7 +131,7 @@ def fastest_by_widths(rows, times, max_size, max_width):
     return best
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_fastest_tree_of_twenty_nodes(seed):
     """An enumeration of all widths on five levels, without bounds."""
     rng = np.random.default_rng(seed)
@@ -236,18 +184,6 @@ def test_a_node_left_out_must_cost_what_it_may_be_worth():
     gain = expected_tokens(TokenTree.star(4), rows) - times.step_seconds(TokenTree.star(4))
     assert relaxed(rows, times, np.zeros(3), 0.0, 1.0) >= gain
     assert relaxed(rows, times, np.zeros(3), 0.3, 1.0) < gain
-
-
-@settings(max_examples=60)
-@given(rates(), latencies(), st.integers(2, 6))
-def test_the_bound_from_the_trees_of_most_tokens_holds(rates, latency, depth):
-    """Even if none of these trees is taken."""
-    rows, times = at_depth(rates, depth), StepTime(latency)
-    problem = SpeedProblem(rows, times.largest_size(), times)
-    plain = problem.evaluate(TokenTree.chain(1))
-    sizes = np.arange(1.0, times.largest_size() + 1)  # no tree of n nodes has more tokens than n
-    _, bound = fastest._try_trees_of_most_tokens(problem, plain, sizes, lambda tree: plain)
-    assert max_speed(rows, times, times.largest_size()) <= max(bound, plain.speed) * (1 + 1e-12)
 
 
 def test_the_answer_may_be_no_speculation_or_a_chain():

@@ -90,18 +90,6 @@ def test_both_solvers_agree_on_rows_that_do_not_increase(rates, size, depth):
     assert pick_solver(Problem(rows, size)) is best_first
 
 
-def test_a_solver_that_ignores_the_class_is_noticed():
-    """The control: rows of the spine used for all nodes predict too much and give a worse tree."""
-    rows = at_depth([[[0.5, 0.4], [0.0, 0.0]], [[0.8, 0.1], [0.2, 0.1]]], 5)
-    optimum = max(tokens_by_paths(tree, rows) for tree in fitting(rows, 6) if tree.size == 6)
-    assert pick_solver(Problem(rows, 6)).most_tokens(rows, 6)[-1] == pytest.approx(optimum)
-    for solver in (best_first, dynamic_programming):
-        blind_rows = np.ascontiguousarray(rows[:, :1])
-        blind = TokenTree.from_parents(solver.parents(blind_rows, 6))
-        promised = solver.most_tokens(blind_rows, 6)[-1]
-        assert tokens_by_paths(blind, rows) < optimum * 0.95 < promised * 0.95
-
-
 def test_best_first_is_wrong_on_a_rising_vector_and_is_not_picked():
     """The control: 1.44 where 1.85 is optimal."""
     rows = at_depth([0.3, 0.05, 0.5], 4)

@@ -53,25 +53,30 @@ def looked_up_acceptance(match_class: MatchClass, drafted: Acceptance) -> Accept
     return Acceptance(rounded(np.stack([on_spine, off_spine], 1)))
 
 
-def looked_up_as_visited(looked_up: Acceptance, visits_by_run: Floats) -> Acceptance:
-    """The same as `looked_up_acceptance`, with looked-up tokens as steps come upon them.
+def looked_up_as_visited(rows: Floats, visits_by_run: Floats) -> Floats:
+    """Rates of `looked_up_acceptance`, with looked-up tokens as steps come upon them.
 
     A long run of right tokens has many positions and takes few steps. So a looked-up token is right
     less often for the average step than for the average position, which is what was counted. The
-    drafted children keep their probabilities given that the looked-up token is wrong.
-    `visits_by_run` float64 [runs].
+    drafted children keep their probabilities given that the looked-up token is wrong. `rows`
+    float64 [levels, classes, ranks]; `visits_by_run` float64 [runs].
     """
     if visits_by_run.sum() < MIN_TRIALS:
-        return looked_up
+        return rows
     reached = visits_by_run[::-1].cumsum()[::-1]  # the run has so many tokens or more
-    is_right = pooled_rates(reached[:-1], reached[1:, None])[:, 0]
-    rates = looked_up.at_depth(len(is_right) + 1)
-    wrong_before = 1 - rates[:, 0, 0]
+    is_right = pooled_rates(reached[:-1], reached[1:, None])[: len(rows), 0]
+    rows = rows.copy()
+    wrong_before = 1 - rows[:, 0, 0]
     share_left = np.where(wrong_before > 0, (1 - is_right) / np.maximum(wrong_before, 1e-300), 0.0)
-    rates[:, 0, 1:] *= share_left[:, None]
-    rates[:, 0, 0] = is_right
-    last = int(np.flatnonzero(np.diff(is_right, prepend=-1.0))[-1])  # the levels after it repeat it
-    return Acceptance(rounded(rates[: max(last, len(looked_up.rates) - 1) + 1]))
+    rows[:, 0, 1:] *= share_left[:, None]
+    rows[:, 0, 0] = is_right
+    return rounded(rows)
+
+
+def without_repeats(rows: Floats) -> Acceptance:
+    """The acceptance of these rows, float64 [levels, classes, ranks]: its last level holds on."""
+    differs = np.flatnonzero((np.diff(rows, axis=0) != 0).any((1, 2)))
+    return Acceptance(rows[: differs[-1] + 2 if differs.size else 1])
 
 
 def pooled_rates(trials: Floats, accepted: Floats) -> Floats:

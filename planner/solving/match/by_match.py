@@ -7,9 +7,13 @@ from typing import Any
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
 from sequoia_plan.artifacts.prediction import predict_portfolio
-from sequoia_plan.planner.solving.match.portfolio import Portfolio, fastest_portfolio
+from sequoia_plan.planner.solving.match.acceptance import without_repeats
+from sequoia_plan.planner.solving.match.portfolio import (
+    Portfolio,
+    fastest_portfolio,
+    step_figures,
+)
 from sequoia_plan.planner.solving.match.recorded import DecodedAgain, Recording, figures_by_kind
-from sequoia_plan.planner.solving.match.replay import MAX_RUN
 from sequoia_plan.planner.solving.problem import MAX_WORK, proven_bound
 
 MAX_REPLAYS = 10
@@ -30,7 +34,7 @@ def trees_by_match(
 
     Args:
         profile: the measurements.
-        recording: its recorded texts, its counts by class of match, step times and limits.
+        recording: its recorded texts, and what each class of match is solved for.
         base_tree: the fastest single tree without lookup.
 
     Returns:
@@ -39,25 +43,24 @@ def trees_by_match(
     times, plain_seconds = recording.times, recording.times.plain_seconds()
     base = recording.decode((base_tree,) * len(recording.problems))
     decoded, bound = _fastest_on_recorded_texts(recording, base)
-    by_match = []
-    for problem, tree, share in zip(
-        decoded.problems, decoded.trees, decoded.shares.tolist(), strict=True
-    ):
-        tokens, seconds = problem.step_figures(tree, times)
-        by_match.append(
-            MatchPlan(
-                match_length=problem.match_length,
-                share=share,
-                acceptance=problem.acceptance(tree).without_counts(),
-                expected_tokens=tokens,
-                step_seconds=seconds,
-                catch_up_seconds=problem.catch_up_seconds(tree, times),
-            )
+    figures = step_figures(decoded.problems, decoded.trees)
+    by_match = [
+        MatchPlan(
+            match_length=problem.match_length,
+            share=share,
+            acceptance=without_repeats(problem.of(tree).rows),
+            expected_tokens=tokens,
+            step_seconds=seconds,
+            catch_up_seconds=problem.of(tree).seconds_beside(tree),
         )
+        for problem, tree, share, (tokens, seconds) in zip(
+            decoded.problems, decoded.trees, decoded.shares.tolist(), figures.tolist(), strict=True
+        )
+    ]
     lengths = [problem.match_length for problem in recording.problems]
     tree = _with_by_match(dict(zip(lengths, decoded.trees, strict=True)))
-    prediction = predict_portfolio(tree, tuple(by_match), times)
-    figures = {
+    prediction = predict_portfolio(by_match, times)
+    return tree, {
         **prediction._asdict(),
         "acceptance": by_match[0].acceptance,
         "speedup_bound": proven_bound(prediction.predicted_speedup or 0.0, bound * plain_seconds),
@@ -65,7 +68,6 @@ def trees_by_match(
         "tree_speedup": base.speed * plain_seconds,
         **figures_by_kind(profile, tree, recording),
     }
-    return tree, figures
 
 
 def _fastest_on_recorded_texts(
@@ -79,7 +81,7 @@ def _fastest_on_recorded_texts(
     """
     best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
-        trees = _solve_beside(recording, best, MAX_WORK // 10).trees
+        trees = _solve_beside(best, MAX_WORK // 10).trees
         trees_so_far |= set(trees)
         candidates = [trees, *(_exchanged(best.trees, c, tree) for c, tree in enumerate(trees))]
         fastest = max(map(recording.decode, candidates), key=lambda decoded: decoded.speed)
@@ -88,7 +90,7 @@ def _fastest_on_recorded_texts(
         best = fastest
     best = _with_trees_exchanged(recording, best, trees_so_far)
     best = _with_rare_classes_solved(recording, best)
-    return best, _solve_beside(recording, best, MAX_WORK).bound
+    return best, _solve_beside(best, MAX_WORK).bound
 
 
 def _exchanged(trees: tuple[TokenTree, ...], c: int, tree: TokenTree) -> tuple[TokenTree, ...]:
@@ -104,8 +106,8 @@ def _with_trees_exchanged(
     A tree changes the shares of other classes: after a short lookup chain that was right, the next
     match is a longer one. So trees that are not the fastest with given shares are tried as well.
     """
-    limits = recording.limits
-    longest = min(limits.depth, limits.budget, recording.times.largest_size(), MAX_RUN)
+    looked_up = [problem.looked_up for problem in recording.problems if problem.looked_up]
+    longest = max((min(len(p.rows) + 1, p.max_size) for p in looked_up), default=1)
     chains = [TokenTree(TokenTree.chain(n).parents, looks_up=True) for n in range(2, longest + 1)]
     # in an order that does not depend on hashes
     sorted_trees = sorted(trees, key=lambda tree: (tree.looks_up, tree.size, tree.parents.tolist()))
@@ -134,21 +136,14 @@ def _with_rare_classes_solved(recording: Recording, best: DecodedAgain) -> Decod
     problems = [
         counted if is_rare[c] else best.problems[c] for c, counted in enumerate(recording.problems)
     ]
-    solved = _solve_beside(recording, replace(best, problems=problems), MAX_WORK // 10)
+    solved = _solve_beside(replace(best, problems=problems), MAX_WORK // 10)
     trees = tuple(solved.trees[c] if is_rare[c] else tree for c, tree in enumerate(best.trees))
     return replace(recording.decode(trees), problems=problems)
 
 
-def _solve_beside(recording: Recording, decoded: DecodedAgain, max_work: int) -> Portfolio:
+def _solve_beside(decoded: DecodedAgain, max_work: int) -> Portfolio:
     """The fastest portfolio with the shares and the seconds to catch up of these trees."""
-    return fastest_portfolio(
-        decoded.problems,
-        decoded.shares,
-        recording.times,
-        recording.limits,
-        decoded.trees,
-        max_work,
-    )
+    return fastest_portfolio(decoded.problems, decoded.shares, decoded.trees, max_work)
 
 
 def _with_by_match(trees: dict[int, TokenTree]) -> TokenTree:

@@ -17,14 +17,14 @@ that the draft has to catch up with: recorded.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE
-from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.problem import MAX_WORK, FastestTree, SpeedProblem
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
@@ -34,67 +34,28 @@ MAX_ASCENTS = 50
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What trees may be."""
-
-    budget: int
-    depth: int
-    drafted_depth: int
-    branching: int | None = None
-
-
-@dataclass(frozen=True)
 class MatchProblem:
-    """What is known of steps in one class of match.
-
-    The seconds to catch up are as in `SpeedProblem`, of trees that are all drafted and of trees
-    with a looked-up spine.
-    """
+    """What the tree of one class of match is solved for: all drafted, or with a looked-up spine."""
 
     match_length: int
-    drafted: Acceptance
-    looked_up: Acceptance | None = None
-    catch_up: tuple[float, ...] = (0.0,)
-    looked_up_catch_up: tuple[float, ...] = (0.0,)
+    drafted: SpeedProblem
+    looked_up: SpeedProblem | None = None
 
-    def acceptance(self, tree: TokenTree) -> Acceptance:
-        """The acceptance of a tree, by whether its spine is looked up."""
+    def of(self, tree: TokenTree) -> SpeedProblem:
+        """The problem that a tree solves, by whether its spine is looked up."""
         if not tree.looks_up:
             return self.drafted
         assert self.looked_up is not None
         return self.looked_up
 
-    def catch_up_seconds(self, tree: TokenTree, times: StepTime) -> float:
-        """How long the draft takes, on average, to catch up after a step with a tree."""
-        seconds = self.looked_up_catch_up if tree.looks_up else self.catch_up
-        return seconds[min(times.num_unread(tree), len(seconds) - 1)]
-
-    def step_figures(self, tree: TokenTree, times: StepTime) -> tuple[float, float]:
-        """Expected tokens and seconds of a step with a tree."""
-        tokens = expected_tokens(tree, self.acceptance(tree).rates)
-        return tokens, times.step_seconds(tree) + self.catch_up_seconds(tree, times)
-
-    def fastest(
-        self,
-        limits: Limits,
-        times: StepTime,
-        present: FastestTree,
-        others: tuple[float, float],
-        max_work: int,
-    ) -> FastestTree:
-        """The fastest tree together with `others`, the tokens and seconds of the other classes."""
-        rows = self.drafted.at_depth(limits.drafted_depth, limits.branching)
-        drafted = SpeedProblem(rows, limits.budget, times, *others, self.catch_up, max_work)
+    def fastest(self, present: FastestTree, **beside: Any) -> FastestTree:
+        """The fastest tree beside the steps of other classes, which are fields of the problems."""
+        drafted = replace(self.drafted, **beside)
         best = fastest_tree(_promising(drafted, present.speed), present)
-        if self.looked_up is None or limits.depth == 1:
+        if self.looked_up is None:
             return best
-        rows = self.looked_up.at_depth(limits.depth, limits.branching)
-        looked_up = SpeedProblem(
-            rows, limits.budget, times, *others, self.looked_up_catch_up, max_work
-        )
-        looked_up_best = fastest_looked_up_tree(looked_up, best)
-        bound = max(best.bound, looked_up_best.bound)
-        return FastestTree(looked_up_best.tree, looked_up_best.speed, bound)
+        result = fastest_looked_up_tree(replace(self.looked_up, **beside), best)
+        return result._replace(bound=max(best.bound, result.bound))
 
 
 def _promising(problem: SpeedProblem, speed: float) -> SpeedProblem:
@@ -120,8 +81,6 @@ class Portfolio:
 def fastest_portfolio(
     problems: Sequence[MatchProblem],
     shares: Floats,
-    times: StepTime,
-    limits: Limits,
     start: Sequence[TokenTree],
     max_work: int = MAX_WORK,
 ) -> Portfolio:
@@ -141,43 +100,42 @@ def fastest_portfolio(
     where the shortest step is the one without speculation.
 
     Args:
-        problems: acceptance by class of match.
+        problems: what each class is solved for, with the same step times.
         shares: float64 [classes], the share of steps in each class, all above 0; the sum is 1.
-        times: the step times.
-        limits: what trees may be.
         start: the trees to begin with, by class.
         max_work: how many nodes and stairs of cost curves one search may look at.
     """
     trees = list(start)
-    figures = step_figures(problems, trees, times)
+    figures = step_figures(problems, trees)
     excess = np.full(len(problems), np.inf)  # d_c
     speed = tokens_per_second(shares, figures)
     for _ in range(MAX_ASCENTS):
         is_improved = False
         for c, problem in enumerate(problems):
             others = np.delete(shares, c) / shares[c] @ np.delete(figures, c, axis=0)
+            tokens, seconds = others.tolist()
             present = FastestTree(trees[c], speed, speed)
-            best = problem.fastest(limits, times, present, tuple(others.tolist()), max_work)
+            best = problem.fastest(
+                present, other_tokens=tokens, other_seconds=seconds, max_work=max_work
+            )
             excess[c] = max(0.0, best.bound - speed)
             if best.speed > speed * (1 + OPTIMALITY_TOLERANCE):
                 trees[c], is_improved = best.tree, True
-                figures[c] = problem.step_figures(best.tree, times)
+                figures = step_figures(problems, trees)
                 speed = tokens_per_second(shares, figures)
         if not is_improved:
             break
-    seconds = shares * figures[:, 1]
-    other_seconds = seconds.sum() - seconds  # w_c t'
-    shortest = times.step_seconds(TokenTree.chain(1))
+    seconds_of_class = shares * figures[:, 1]
+    other_seconds = seconds_of_class.sum() - seconds_of_class  # w_c t'
+    shortest = problems[0].drafted.times.step_seconds(TokenTree.chain(1))
     bound = speed + excess.max() + float(excess @ other_seconds) / shortest
     return Portfolio(tuple(trees), speed, bound)
 
 
-def step_figures(
-    problems: Sequence[MatchProblem], trees: Sequence[TokenTree], times: StepTime
-) -> Floats:
+def step_figures(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -> Floats:
     """Expected tokens and seconds of a step in each class of match, float64 [classes, 2]."""
-    pairs = zip(problems, trees, strict=True)
-    return np.array([problem.step_figures(tree, times) for problem, tree in pairs])
+    pairs = [(problem.of(tree), tree) for problem, tree in zip(problems, trees, strict=True)]
+    return np.array([[expected_tokens(tree, p.rows), p.step_seconds(tree)] for p, tree in pairs])
 
 
 def tokens_per_second(shares: Floats, figures: Floats) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.artifacts import Acceptance, Profile, TokenTree
+from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.acceptance import rounded
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.lookup import LookupCounts
@@ -28,12 +28,17 @@ from sequoia_plan.planner.solving.match.acceptance import (
     looked_up_as_visited,
 )
 from sequoia_plan.planner.solving.match.portfolio import (
-    Limits,
     MatchProblem,
     step_figures,
     tokens_per_second,
 )
-from sequoia_plan.planner.solving.match.replay import RecordedText, recorded_texts, replay
+from sequoia_plan.planner.solving.match.replay import (
+    MAX_RUN,
+    RecordedText,
+    recorded_texts,
+    replay,
+)
+from sequoia_plan.planner.solving.problem import SpeedProblem
 from sequoia_plan.planner.solving.promised import promised_figures, ratios_by_kind, scaled
 
 MIN_SHARE = 1e-4
@@ -42,17 +47,23 @@ MAX_UNREAD = 64
 """Tokens that the draft may leave unread; it then reads them in any case."""
 
 
-def match_problems(profile: Profile, lookup: LookupCounts) -> list[MatchProblem]:
-    """What a profile counted of each class of match.
+def match_problems(
+    profile: Profile, lookup: LookupCounts, base: SpeedProblem, depth: int, branching: int | None
+) -> list[MatchProblem]:
+    """What the tree of each class of match is solved for, with limits and times of `base`.
 
-    A class with too few counts of looked-up tokens has those of the class before it.
+    `depth` limits looked-up spines. A class with too few counts of looked-up tokens has those of
+    the class before it.
     """
     problems: list[MatchProblem] = []
     for match_class in lookup.classes:
-        drafted = drafted_acceptance(profile, match_class)
+        acceptance = drafted_acceptance(profile, match_class)
+        drafted = replace(base, rows=acceptance.at_depth(len(base.rows) + 1, branching))
         looked_up = None
         if match_class.match_length > 0:
-            looked_up = looked_up_acceptance(match_class, drafted) or problems[-1].looked_up
+            looked_up = problems[-1].looked_up
+            if rates := looked_up_acceptance(match_class, acceptance):
+                looked_up = replace(base, rows=rates.at_depth(depth, branching))
         problems.append(MatchProblem(match_class.match_length, drafted, looked_up))
     return problems
 
@@ -73,47 +84,55 @@ class DecodedAgain:
 
 @dataclass(frozen=True)
 class Recording:
-    """What trees by match are solved for: texts to decode again on paper (one at least), what was
-    counted of each class of match, the step times, and what trees may be."""
+    """What trees by match are solved for: texts to decode again on paper (one at least), and what
+    was counted of each class of match."""
 
     texts: Sequence[RecordedText]
     problems: Sequence[MatchProblem]
-    times: StepTime
-    limits: Limits
+
+    @property
+    def times(self) -> StepTime:
+        """The step times of all problems."""
+        return self.problems[0].drafted.times
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
         """Decode the recorded texts again with the tree of each class of match."""
         pairs = zip(self.problems, trees, strict=True)
-        result = replay(self.texts, trees, [problem.acceptance(tree) for problem, tree in pairs])
+        result = replay(self.texts, trees, [problem.of(tree).rows for problem, tree in pairs])
         seconds_before = _catch_up_seconds(trees, self.times)
         problems = []
         for c, problem in enumerate(self.problems):
             visits = result.visits_by_run[c]
             catch_up = seconds_before @ _as_shares(result.transitions[c])
-            problems.append(
-                replace(
-                    problem,
-                    looked_up=problem.looked_up and looked_up_as_visited(problem.looked_up, visits),
-                    catch_up=tuple(catch_up.tolist()),
-                    looked_up_catch_up=_looked_up_catch_up(catch_up, visits),
-                )
+            looked_up = problem.looked_up and replace(
+                problem.looked_up,
+                rows=looked_up_as_visited(problem.looked_up.rows, visits),
+                catch_up=_looked_up_catch_up(catch_up, visits),
             )
+            drafted = replace(problem.drafted, catch_up=tuple(catch_up.tolist()))
+            problems.append(MatchProblem(problem.match_length, drafted, looked_up))
         shares = np.maximum(result.shares, MIN_SHARE)
         shares /= shares.sum()
-        figures = step_figures(problems, trees, self.times)
+        figures = step_figures(problems, trees)
         figures[:, 0] = result.tokens_per_step
         speed = tokens_per_second(shares, figures)
         return DecodedAgain(trees, shares, problems, speed, result.tokens_per_step)
 
 
-def recorded(profile: Profile, limits: Limits) -> Recording | None:
-    """What a profile with latencies recorded; None without a text. Its step times look up."""
+def recorded(
+    profile: Profile, base: SpeedProblem, depth: int, branching: int | None
+) -> Recording | None:
+    """What a profile recorded for trees of at most `depth` levels; None without a text.
+
+    `base` has the limits of drafted trees and the step times.
+    """
     lookup = profile.lookup
-    if not lookup or not profile.latency:
+    if lookup is None:
         return None
     texts = recorded_texts(chain.from_iterable(lookup.texts.values()), lookup.match_lengths)
-    times = StepTime(profile.latency, profile.drafting, looks_up=True)
-    return Recording(texts, match_problems(profile, lookup), times, limits) if texts else None
+    base = replace(base, times=replace(base.times, looks_up=True))
+    problems = match_problems(profile, lookup, base, min(depth, MAX_RUN), branching)
+    return Recording(texts, problems) if texts else None
 
 
 def _catch_up_seconds(trees: Sequence[TokenTree], times: StepTime) -> Floats:
@@ -156,11 +175,8 @@ def figures_by_kind(profile: Profile, tree: TokenTree, recording: Recording) -> 
 
     def decode(texts: tuple[str, ...], ratios: Floats) -> DecodedAgain | None:
         """Decode texts again with these ratios; None if they are empty."""
-        of_kind = replace(
-            recording,
-            texts=recorded_texts(texts, lengths),
-            problems=[_for_kind(problem, ratios) for problem in recording.problems],
-        )
+        problems = [_for_kind(problem, ratios) for problem in recording.problems]
+        of_kind = Recording(recorded_texts(texts, lengths), problems)
         return of_kind.decode(trees) if of_kind.texts else None
 
     for kind, (ratios, ratios_of_prompts) in ratios_by_kind(profile).items():
@@ -176,12 +192,12 @@ def figures_by_kind(profile: Profile, tree: TokenTree, recording: Recording) -> 
 
 def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
     """The problem with a kind's drafted children; looked-up tokens come from its texts."""
-    drafted = Acceptance(rounded(scaled(problem.drafted.rates, ratios)))
+    drafted = replace(problem.drafted, rows=rounded(scaled(problem.drafted.rows, ratios)))
     looked_up = problem.looked_up
     if looked_up is not None:
-        rates = looked_up.rates.copy()
-        rates[:, 1] = scaled(rates[:, 1], ratios)
-        left = 1 - rates[:, 0, :1]  # of a node on the spine, after its looked-up child
-        rates[:, 0, 1:] = scaled(rates[:, 0, 1:] / np.maximum(left, 1e-300), ratios) * left
-        looked_up = Acceptance(rounded(rates))
-    return replace(problem, drafted=drafted, looked_up=looked_up)
+        rows = looked_up.rows.copy()
+        rows[:, 1] = scaled(rows[:, 1], ratios)
+        left = 1 - rows[:, 0, :1]  # of a node on the spine, after its looked-up child
+        rows[:, 0, 1:] = scaled(rows[:, 0, 1:] / np.maximum(left, 1e-300), ratios) * left
+        looked_up = replace(looked_up, rows=rounded(rows))
+    return MatchProblem(problem.match_length, drafted, looked_up)

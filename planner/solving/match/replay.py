@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from sequoia_plan.artifacts import Acceptance, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.artifacts.expected_tokens import child_probabilities
 from sequoia_plan.artifacts.lookup import class_of, read_positions
@@ -62,7 +62,7 @@ def recorded_texts(texts: Iterable[str], match_lengths: Sequence[int]) -> list[R
 def replay(
     texts: Sequence[RecordedText],
     trees: Sequence[TokenTree],
-    acceptances: Sequence[Acceptance],
+    rows: Sequence[Floats],
 ) -> Replay:
     """Decode recorded texts again with one tree for each class of match.
 
@@ -76,11 +76,9 @@ def replay(
     Args:
         texts: the texts, at least one.
         trees: the tree of each class.
-        acceptances: the acceptance of each class and its tree.
+        rows: the acceptance of each class and its tree, float64 [levels, classes, ranks].
     """
-    tables = [
-        advance_table(tree, acceptance) for tree, acceptance in zip(trees, acceptances, strict=True)
-    ]
+    tables = list(map(advance_table, trees, rows))
     advances = np.zeros((len(trees), MAX_RUN + 1, max(tree.depth for tree in trees)))
     for table, of_class in zip(tables, advances, strict=True):
         of_class[:, : table.shape[1]] = table[np.minimum(np.arange(MAX_RUN + 1), len(table) - 1)]
@@ -120,13 +118,14 @@ def _replay_text(classes, runs, advances, transitions, visits_by_run):
     return num_tokens
 
 
-def advance_table(tree: TokenTree, acceptance: Acceptance) -> Floats:
+def advance_table(tree: TokenTree, rows: Floats) -> Floats:
     """The probability that a step is 1, 2, ... tokens long, float64 [runs, depth].
 
     Row r is for positions at which the next r tokens are those of the lookup chain, and the last
-    row also for more. A tree that does not look up has one row.
+    row also for more. A tree that does not look up has one row. `rows` float64 [levels, classes,
+    ranks], the acceptance.
     """
-    probabilities = np.append(1.0, child_probabilities(tree, acceptance.rates))
+    probabilities = np.append(1.0, child_probabilities(tree, rows))
     reached = probabilities[None].copy()
     if tree.looks_up:
         spine, siblings = tree.classes == 0, (tree.classes == 1) & (tree.classes[tree.parents] == 0)

@@ -77,30 +77,6 @@ class RelaxedTree(NamedTuple):
     parents: Ints
 
 
-def candidate_nodes(rows: Floats, floor: float) -> CandidateNodes:
-    """List every node of a value above `floor`, and its earlier siblings.
-
-    `rows` float64 [levels, classes, ranks].
-    """
-    values, counts, has_spine = [np.ones(1)], [], True
-    for level_rows in rows:
-        child_values = values[-1][:, None] * level_rows[-1]
-        if has_spine:
-            child_values[0] = level_rows[0] * values[-1][0]
-        last_ranks = np.where(child_values > floor, np.arange(1, rows.shape[2] + 1), 0)
-        counts.append(last_ranks.max(axis=1))
-        is_listed = np.arange(rows.shape[2]) < counts[-1][:, None]
-        if not is_listed.any():
-            break
-        has_spine &= bool(is_listed[0, 0])
-        values.append(child_values[is_listed])
-    counts.append(np.zeros(len(values[-1]), np.int64))
-    num_children = np.concatenate(counts[: len(values)])
-    levels = np.repeat(np.arange(len(values)), [len(level_values) for level_values in values])
-    first_child = 1 + np.cumsum(num_children) - num_children
-    return CandidateNodes(np.concatenate(values), levels, first_child, num_children)
-
-
 @numba.njit(cache=True)
 def choose_children(search, box, prices):
     """Choose the children of each node so that its subtree has the largest gain, leaves first.
@@ -197,3 +173,27 @@ def optimise_prices(search, box, prices, rate, share, steps, tree):
             least = search.floor if r == 0 else 0.0
             trial[r] = max(least, trial[r] - step_fraction * bound / squared_norm * difference)
     return relax(search, box, prices, rate, share, tree)
+
+
+def candidate_nodes(rows: Floats, floor: float) -> CandidateNodes:
+    """List every node of a value above `floor`, and its earlier siblings.
+
+    `rows` float64 [levels, classes, ranks].
+    """
+    values, counts, has_spine = [np.ones(1)], [], True
+    for level_rows in rows:
+        child_values = values[-1][:, None] * level_rows[-1]
+        if has_spine:
+            child_values[0] = level_rows[0] * values[-1][0]
+        last_ranks = np.where(child_values > floor, np.arange(1, rows.shape[2] + 1), 0)
+        counts.append(last_ranks.max(axis=1))
+        is_listed = np.arange(rows.shape[2]) < counts[-1][:, None]
+        if not is_listed.any():
+            break
+        has_spine &= bool(is_listed[0, 0])
+        values.append(child_values[is_listed])
+    counts.append(np.zeros(len(values[-1]), np.int64))
+    num_children = np.concatenate(counts[: len(values)])
+    levels = np.repeat(np.arange(len(values)), [len(level_values) for level_values in values])
+    first_child = 1 + np.cumsum(num_children) - num_children
+    return CandidateNodes(np.concatenate(values), levels, first_child, num_children)

@@ -123,8 +123,8 @@ def _solve_level(level_rows, below, size):
             result = table[node_class, b, :next_num_sizes]
             fewer_children = table[node_class, b - 1, :num_sizes]
             _convolve(fewer_children, below[child_class], level_rows[node_class, b - 1], result)
-            most = best[node_class, b : b + next_num_sizes]
-            most[:] = np.maximum(most, result)
+            for k in range(next_num_sizes):  # an assignment of arrays takes seconds to compile
+                best[node_class, b + k] = max(best[node_class, b + k], result[k])
             num_sizes = next_num_sizes
     return best, table
 

@@ -1,5 +1,6 @@
 """Two exact solvers behind one function: best-first where it is exact, else the dynamic program."""
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +67,18 @@ def pick_solver(problem: Problem) -> ModuleType:
             f"with rank (depth {len(problem.rows) + 1}, branching {problem.rows.shape[2]})"
         )
     return dynamic_programming
+
+
+def most_tokens(problem: Problem, size: int) -> float:
+    """Expected tokens that no tree of exactly so many nodes exceeds.
+
+    if p never increases with rank: the sum of the highest values that so many nodes can have
+    else: the optimum; of too many nodes to solve for, that sum as well, without a tree
+    """
+    rows = problem.rows
+    if not problem.is_non_increasing and size <= max_rising_budget(rows):
+        return float(dynamic_programming.most_tokens(rows, size)[-1])
+    return math.fsum(best_first.highest_values(rows, size))
 
 
 def max_rising_budget(rows: Floats) -> int:
