@@ -79,7 +79,7 @@ def encode(matrix, rows, encoding):
 
 def products(matrix, rows, encoding=None):
     """The products of all rows, float32 [rows, outputs of all tiles]."""
-    encoding = own_encoding(FORMATS[matrix.format]) if encoding is None else encoding
+    encoding = own_encoding(matrix.format) if encoding is None else encoding
     encoded = encode(matrix, rows, encoding)
     results = np.full((len(rows), len(matrix.tiles) * OUTPUTS), np.nan, np.float32)
     columns = describe(matrix)
@@ -136,7 +136,7 @@ def test_products_are_exact_and_the_same_beside_other_rows(name):
 
 def test_the_processor_decides_what_is_compared():
     """Where it has no products of integers, the portable ones are the only ones."""
-    own = own_encoding(FORMATS[FORMAT_NAMES.index("Q8_0")])
+    own = own_encoding(FORMAT_NAMES.index("Q8_0"))
     assert own == (ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS)
 
 

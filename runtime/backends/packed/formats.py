@@ -22,9 +22,9 @@ QUAD = 4
 
 
 class Run(NamedTuple):
-    """Bits of `length` values from the `first` on: those of bytes from `start` on, from `shift` on.
+    """Bits of `length` values: of the bytes from `start` on, those from the bit `shift` on.
 
-    They are the values' bits from `to` on.
+    The values are the `first` one and others so far `apart`, and the bits are theirs from `to` on.
     """
 
     start: int
@@ -32,7 +32,8 @@ class Run(NamedTuple):
     bits: int
     first: int
     length: int
-    to: int
+    to: int = 0
+    apart: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,15 @@ def _runs(bits: int, start: int, run: int, count: int = 256, to: int = 0) -> tup
     return tuple(runs)
 
 
+def _neighbours(bits: int, start: int, count: int, to: int) -> tuple[Run, ...]:
+    """Values of which neighbours share a byte."""
+    fields = 8 // bits
+    return tuple(Run(start, f * bits, bits, f, count // fields, to, fields) for f in range(fields))
+
+
 K_SCALES = (
-    Run(4, 0, 6, 0, 4, 0), Run(12, 0, 4, 4, 4, 0), Run(4, 6, 2, 4, 4, 4),
-    Run(8, 0, 6, 8, 4, 0), Run(12, 4, 4, 12, 4, 0), Run(8, 6, 2, 12, 4, 4),
+    Run(4, 0, 6, 0, 4), Run(12, 0, 4, 4, 4), Run(4, 6, 2, 4, 4, 4),
+    Run(8, 0, 6, 8, 4), Run(12, 4, 4, 12, 4), Run(8, 6, 2, 12, 4, 4),
 )  # fmt: skip
 """Eight scales and eight offsets of 6 bits, of Q4_K and Q5_K."""
 K: dict[str, Any] = {"num_scales": 16, "scale_planes": (4, 2)}
@@ -136,14 +143,14 @@ FORMATS = (
     Format("Q8_0", 32, 34, (8,), _runs(8, 2, 32, 32), (0,), 128, flip=128),
     Format("Q4_0", 32, 18, (4,), _runs(4, 2, 16, 32), (0,), 8),
     Format("Q4_1", 32, 20, (4,), _runs(4, 4, 16, 32), (0, 2), offset_sign=-1),
-    Format("Q5_0", 32, 22, (4, 1), _runs(4, 6, 16, 32) + _runs(1, 2, 1, 32, 4), (0,), 16),
-    Format("Q5_1", 32, 24, (4, 1), _runs(4, 8, 16, 32) + _runs(1, 4, 1, 32, 4), (0, 2),
+    Format("Q5_0", 32, 22, (4, 1), _runs(4, 6, 16, 32) + _neighbours(1, 2, 32, 4), (0,), 16),
+    Format("Q5_1", 32, 24, (4, 1), _runs(4, 8, 16, 32) + _neighbours(1, 4, 32, 4), (0, 2),
            offset_sign=-1),
     Format("IQ4_NL", 32, 18, runs=_runs(4, 2, 16, 32), factors=(0,), **IQ4),
     Format("IQ4_XS", 256, 136, runs=_runs(4, 8, 16), factors=(0,), num_scales=8, scale_planes=(8,),
-           scale_runs=_runs(4, 4, 1, 8) + _runs(2, 2, 1, 8, 4), scale_zero=32, **IQ4),
+           scale_runs=_neighbours(4, 4, 8, 0) + _neighbours(2, 2, 8, 4), scale_zero=32, **IQ4),
     Format("MXFP4", 32, 17, (4,), _runs(4, 1, 16, 32), (0,), 128,
-           values=(128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116)),
+           values=(128, 136, 144, 152, 160, 176, 192, 224, 128, 120, 112, 104, 96, 80, 64, 32)),
 )  # fmt: skip
 FORMAT_NAMES = tuple(format.name for format in FORMATS)
 

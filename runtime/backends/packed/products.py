@@ -23,9 +23,9 @@ from sequoia_plan.runtime.backends.packed.vectors import (
     BYTE,
     FLOAT,
     FLOATS,
-    HAS_BYTE_TABLES,
     HAS_INTEGER_PRODUCTS,
     LANES,
+    LONG,
     WORD,
     WORDS,
     Emitter,
@@ -37,10 +37,10 @@ CHUNK = 32
 HALVES = range(OUTPUTS // LANES)
 VECTOR, PAIR = 4 * LANES, 4 * OUTPUTS
 """Bytes of a vector, and of the vectors of all outputs of a tile."""
-AHEAD = 2048
+AHEAD = 3072
 """Bytes from what is read to what is fetched."""
-FLOAT_ROWS = 4
-"""Rows that use a number's weights at once, where weights are in floating point."""
+FLOAT_ROWS = 8
+"""Rows at most that use weights in floating point at once."""
 BYTES = ir.VectorType(BYTE, 4 * LANES)
 ENCODE_FLOATS, ENCODE_BFLOAT16, ENCODE_INTEGERS, ENCODE_WHOLE_FLOATS = range(4)
 """How rows are stored: as numbers, or as integers of 8 bits (or floats of such) with scales."""
@@ -51,16 +51,16 @@ SCALES, TOTALS, TOTAL = 0, 2, 4
 """Places of float32 after the numbers: of each 16 the scale and -128 times the sum; their total."""
 
 
-def own_encoding(format: Format) -> int:
+def own_encoding(format: int) -> int:
     """How this processor stores the rows that a format multiplies."""
-    if format.is_float:
-        return ENCODE_BFLOAT16 if format.name == "BF16" else ENCODE_FLOATS
+    if FORMATS[format].is_float:
+        return ENCODE_BFLOAT16 if FORMATS[format].name == "BF16" else ENCODE_FLOATS
     return ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS
 
 
 def encoded_bytes(format: int, inputs: int, encoding: int | None = None) -> int:
     """Bytes of a row of so many inputs as an encoder writes it."""
-    encoding = own_encoding(FORMATS[format]) if encoding is None else encoding
+    encoding = own_encoding(format) if encoding is None else encoding
     return -(-inputs // GROUP) * RECORD_BYTES[encoding]
 
 
@@ -74,63 +74,72 @@ def multiply_tile(
     `kind`: a format's number * 4 + an encoding.
     """
     number, encoding = divmod(kind, 4)
-    format, builder = FORMATS[number], emit.builder
+    emit_tile = _emit_float_tile if FORMATS[number].is_float else _emit_integer_tile
+    emit_tile(emit, FORMATS[number], encoding, rows, num_rows, tile, steps, results, result_bytes)
+
+
+def _emit_float_tile(
+    emit: Emitter, format: Format, encoding: int, rows: Any, num_rows: Any, tile: Any, steps: Any,
+    results: Any, result_bytes: Any,
+) -> None:  # fmt: skip
+    """The sums of some rows at once, then of fewer, are in registers from the first input on."""
+    builder, is_pair = emit.builder, encoding == ENCODE_BFLOAT16
+    numbers, kind = format.step.shape[0], WORD if is_pair else FLOAT
+    weight_bytes, record_bytes = format.step.itemsize // numbers, RECORD_BYTES[encoding]
+    first = LONG(0)
+    for count in range(FLOAT_ROWS, 0, -1):
+        batches = builder.udiv(builder.sub(num_rows, first), LONG(count))
+        with emit.loop(batches) as batch:
+            row = emit.at(first, (batch, count))
+            sums = [emit.variables(len(HALVES)) for _ in range(count)]
+            with emit.loop(steps) as step:
+                weights = emit.at(tile, (step, format.step.itemsize))
+                record = emit.at(
+                    rows, (builder.mul(step, num_rows), record_bytes), (row, record_bytes)
+                )
+                with emit.loop(LONG(numbers)) as number:
+                    emit.prefetch(emit.at(weights, (number, weight_bytes), AHEAD), weight_bytes)
+                    for half in HALVES:
+                        place = emit.at(weights, (number, weight_bytes), weight_bytes // 2 * half)
+                        vector = (
+                            emit.load(place, WORDS)
+                            if is_pair
+                            else emit.floats(place, f"float{8 * format.block_bytes}")
+                        )
+                        for r, variables in enumerate(sums):
+                            address = emit.at(record, (number, 4), record_bytes * r)
+                            emit.add_product(
+                                vector, emit.load_splat(address, kind), variables[half]
+                            )
+            for r, variables in enumerate(sums):
+                target = emit.at(results, builder.mul(emit.at(row, r), result_bytes))
+                for half in HALVES:
+                    emit.store(builder.load(variables[half]), emit.at(target, VECTOR * half))
+        first = emit.at(first, (batches, count))
+
+
+def _emit_integer_tile(
+    emit: Emitter, format: Format, encoding: int, rows: Any, num_rows: Any, tile: Any, steps: Any,
+    results: Any, result_bytes: Any,
+) -> None:  # fmt: skip
+    """All rows use a group of weights; their sums are in memory between two groups."""
+    builder, groups = emit.builder, format.block // GROUP
     totals = emit.memory(CHUNK * PAIR // VECTOR)
     zero = ir.Constant(FLOATS, [0.0] * LANES)
     with emit.loop(num_rows) as row:
         for half in HALVES:
             emit.store(zero, emit.at(totals, (row, PAIR), VECTOR * half), align=64)
-    emit_step = _emit_float_step if format.is_float else _emit_integer_step
-    record_bytes = builder.mul(num_rows, emit.count(RECORD_BYTES[encoding]))
-    groups = max(format.block // GROUP, 1)
+    record_bytes = builder.mul(num_rows, LONG(RECORD_BYTES[encoding]))
     with emit.loop(steps) as step:
         start = emit.at(tile, (step, format.step.itemsize))
-        first = emit.at(rows, builder.mul(builder.mul(step, emit.count(groups)), record_bytes))
+        first = emit.at(rows, builder.mul(builder.mul(step, LONG(groups)), record_bytes))
         records = [emit.at(first, (record_bytes, group)) for group in range(groups)]
-        emit_step(emit, format, encoding, start, records, num_rows, totals)
+        _emit_integer_step(emit, format, encoding, start, records, num_rows, totals)
     with emit.loop(num_rows) as row:
         target = emit.at(results, builder.mul(row, result_bytes))
         for half in HALVES:
             total = emit.load(emit.at(totals, (row, PAIR), VECTOR * half), FLOATS, 64)
             emit.store(total, emit.at(target, VECTOR * half))
-
-
-def _emit_float_step(
-    emit: Emitter, format: Format, encoding: int, step: Any, records: list[Any], num_rows: Any,
-    totals: Any,
-) -> None:  # fmt: skip
-    """Add the products of 32 inputs, of some rows at once and then of the others."""
-    builder, is_pair = emit.builder, encoding == ENCODE_BFLOAT16
-    numbers, kind = format.step.shape[0], WORD if is_pair else FLOAT
-    weight_bytes = format.step.itemsize // numbers
-    emit.prefetch(emit.at(step, AHEAD), format.step.itemsize)
-    batches = builder.udiv(num_rows, emit.count(FLOAT_ROWS))
-    rest = builder.urem(num_rows, emit.count(FLOAT_ROWS))
-    for rows, count, first in (
-        (FLOAT_ROWS, batches, emit.count(0)), (1, rest, builder.sub(num_rows, rest)),
-    ):  # fmt: skip
-        with emit.loop(count) as batch:
-            row = builder.add(first, builder.mul(batch, emit.count(rows)))
-            record = emit.at(records[0], (row, RECORD_BYTES[encoding]))
-            target = emit.at(totals, (row, PAIR))
-            sums = [emit.variables(2, emit.at(target, PAIR * r)) for r in range(rows)]
-            with emit.loop(emit.count(numbers)) as number:
-                place = emit.at(step, (number, weight_bytes))
-                for half in HALVES:
-                    at = emit.at(place, weight_bytes // 2 * half)
-                    if is_pair:
-                        weights = emit.load(at, WORDS)
-                    else:
-                        weights = emit.floats(
-                            at, "float16" if weight_bytes == VECTOR else "float32"
-                        )
-                    for r, variables in enumerate(sums):
-                        address = emit.at(record, (number, 4), RECORD_BYTES[encoding] * r)
-                        emit.add_product(weights, emit.load_splat(address, kind), variables[half])
-            for r, variables in enumerate(sums):
-                for half in HALVES:
-                    total = builder.load(variables[half])
-                    emit.store(total, emit.at(target, PAIR * r + VECTOR * half))
 
 
 def _emit_integer_step(
@@ -141,7 +150,7 @@ def _emit_integer_step(
     fields: Any = format.step.fields
     # integers are shifted so that the one that means 0 is 128, see `TOTALS`
     shift = 0 if format.zero is None or format.values else 8 - format.bits
-    factors = _emit_factors(emit, format, step, shift)
+    factors = [_emit_factors(emit, format, step, half, shift) for half in HALVES]
     scales = [
         _emit_planes(
             emit, emit.at(step, fields["scales"][1]), format.scale_planes,
@@ -159,32 +168,30 @@ def _emit_integer_step(
             for half in HALVES
         ]
         if format.values:
-            quads = [[_emit_lookup(emit, quad, format.values) for quad in half] for half in quads]
+            lookup = _emit_lookup if encoding == ENCODE_INTEGERS else _emit_choice
+            quads = [[lookup(emit, quad, format.values) for quad in half] for half in quads]
         numbers = range(group * parts, (group + 1) * parts)
         both = [_emit_scales(emit, format, factors[half], scales[half], numbers) for half in HALVES]
         with emit.loop(num_rows) as row:
             _emit_integer_row(
                 emit, encoding, emit.at(record, (row, RECORD_BYTES[encoding])), quads, both,
-                emit.at(totals, (row, PAIR)), format.zero is not None,
+                emit.at(totals, (row, PAIR)),
             )  # fmt: skip
 
 
-def _emit_factors(emit: Emitter, format: Format, step: Any, shift: int) -> list[list[Any]]:
-    """For each half of the outputs, the factors of a block as float32 vectors."""
-    factors = []
-    for half in HALVES:
-        if format.step["factors"].shape[2] == 1:
-            exponent = emit.load(emit.at(step, LANES * half), ir.VectorType(BYTE, LANES))
-            factors.append([emit.power_of_two(exponent, -128)])
-            continue
-        vectors = [
-            emit.floats(emit.at(step, 2 * OUTPUTS * place + 2 * LANES * half), "float16")
-            for place in range(len(format.factors))
-        ]
-        units = [2.0**-shift, format.offset_sign / 128]
-        factors.append(
-            [emit.times(vector, unit) for vector, unit in zip(vectors, units, strict=False)]
-        )
+def _emit_factors(emit: Emitter, format: Format, step: Any, half: int, shift: int) -> list[Any]:
+    """The factors of a block for integers that are shifted, and for offsets by `TOTALS`."""
+    builder, size = emit.builder, format.step["factors"].shape[2]
+    if size == 1:  # 2 to the power of byte - 131
+        exponents = emit.load(emit.at(step, LANES * half), ir.VectorType(BYTE, LANES))
+        exponents = builder.sub(builder.zext(exponents, WORDS), emit.words(4))
+        exponents = emit.call("llvm.smax.v16i32", WORDS, exponents, emit.words(0))
+        return [builder.bitcast(builder.shl(exponents, emit.words(23)), FLOATS)]
+    units, factors = (2.0**-shift, format.offset_sign / 128), []
+    for place in range(len(format.factors)):
+        address = emit.at(step, size * (OUTPUTS * place + LANES * half))
+        unit = ir.Constant(FLOATS, [units[place]] * LANES)
+        factors.append(builder.fmul(emit.floats(address, "float16"), unit))
     return factors
 
 
@@ -238,11 +245,14 @@ def _emit_planes(
 
 def _emit_lookup(emit: Emitter, quad: Any, values: tuple[int, ...]) -> Any:
     """What integers of 4 bits stand for."""
+    table, indices = ir.Constant(BYTES, list(values) * 4), emit.builder.bitcast(quad, BYTES)
+    found = emit.call("llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
+    return emit.builder.bitcast(found, WORDS)
+
+
+def _emit_choice(emit: Emitter, quad: Any, values: tuple[int, ...]) -> Any:
+    """The same on any processor: each bit chooses between halves of what is left."""
     builder, indices = emit.builder, emit.builder.bitcast(quad, BYTES)
-    if HAS_BYTE_TABLES:
-        table = ir.Constant(BYTES, list(values) * 4)
-        found = emit.call("llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
-        return builder.bitcast(found, WORDS)
     entries = [ir.Constant(BYTES, [value] * 4 * LANES) for value in values]
     for bit in range(4):
         place = ir.Constant(BYTES, [1 << bit] * 4 * LANES)
@@ -254,39 +264,27 @@ def _emit_lookup(emit: Emitter, quad: Any, values: tuple[int, ...]) -> Any:
 
 def _emit_integer_row(
     emit: Emitter, encoding: int, record: Any, quads: list[list[Any]], scales: list[Any],
-    totals: Any, has_zero: bool,
+    totals: Any,
 ) -> None:  # fmt: skip
     """Add one row's products by a group of a tile to its totals."""
-    builder, number_bytes = emit.builder, NUMBER_BYTES[encoding]
-
-    def number(place: int) -> Any:
-        """One of the floats after the integers."""
-        return emit.load_splat(emit.at(record, GROUP * number_bytes + 4 * place), FLOAT)
-
-    num_parts = GROUP // LANES
-    row_scales = [number(SCALES + part) for part in range(num_parts)]
-    by_part = len(scales[0]) == num_parts
-    row_totals = [number(TOTALS + part if by_part else TOTAL) for part in range(len(scales[0]))]
+    builder, num_parts, num_scales = emit.builder, GROUP // LANES, len(scales[0])
+    numbers = [
+        emit.load_splat(emit.at(record, GROUP * NUMBER_BYTES[encoding] + 4 * place), FLOAT)
+        for place in range(TOTAL + 1)
+    ]
     sums = [_emit_integer_sums(emit, encoding, record, quads, part) for part in range(num_parts)]
     for half in HALVES:
         address = emit.at(totals, VECTOR * half)
         result = emit.load(address, FLOATS, 64)
-        products = None
-        for part in range(num_parts):
-            if has_zero and (by_part or products is None):
-                products = row_totals[part if by_part else 0]
-            elif by_part:
-                products = None
-            integers, row_scale = sums[part][half], row_scales[part]
-            if products is None:
-                products = builder.fmul(integers, row_scale)
-            else:
-                products = emit.fma(integers, row_scale, products)
-            if by_part or part == num_parts - 1:
-                place = part if by_part else 0
-                result = emit.fma(scales[half][place][0], products, result)
-                if not has_zero:
-                    result = emit.fma(scales[half][place][1], row_totals[place], result)
+        for place, (scale, *offset) in enumerate(scales[half]):
+            row_total = numbers[TOTAL if num_scales == 1 else TOTALS + place]
+            products = None if offset else row_total
+            for part in range(num_parts)[place::num_scales]:
+                factors = sums[part][half], numbers[SCALES + part]
+                products = emit.fma(*factors, products) if products else builder.fmul(*factors)
+            result = emit.fma(scale, products, result)
+            if offset:
+                result = emit.fma(offset[0], row_total, result)
         emit.store(result, address, 64)
 
 

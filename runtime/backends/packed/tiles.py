@@ -15,6 +15,9 @@ from sequoia_plan.runtime.backends.packed.formats import (
     OUTPUTS,
     QUAD,
     Run,
+    num_tiles,
+    row_bytes,
+    tile_bytes,
 )
 
 
@@ -35,20 +38,26 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
     """Write rows, uint8 [outputs, row_bytes] as a GGUF file has them, to the tiles for them.
 
     Zeros stand for outputs and inputs that are missing. `tiles` uint8 [num_tiles, tile_bytes].
+    ValueError for rows or tiles of another size.
     """
-    layout = FORMATS[format]
+    layout, found = FORMATS[format], (rows.shape[1], *tiles.shape)
+    expected = row_bytes(format, inputs), num_tiles(format, len(rows)), tile_bytes(format, inputs)
+    if found != expected:
+        raise ValueError(f"row bytes, tiles and their bytes: found {found}, expected {expected}")
+    rows = rows.view()
+    rows.flags.writeable = False  # compiled once, whether or not they can be written
     if layout.is_float:
-        numbers = rows.view(layout.step.base)[:, :inputs]
-        _pack_numbers(numbers, tiles.view(layout.step.base), layout.step.shape[2])
+        numbers, pair = layout.step.base, layout.step.shape[2]
+        _pack_numbers(rows.view(numbers), tiles.view(numbers), pair)
         return
     places: Any = layout.step.fields
     _pack_blocks(
         rows, tiles, np.array([layout.block_bytes, layout.block, layout.num_scales]),
         np.array([layout.step.itemsize, places["scales"][1], places["weights"][1]]),
         np.array(layout.factors), layout.step["factors"].shape[2],
-        np.array(layout.scale_runs or [Run(0, 0, 0, 0, 0, 0)]),
-        np.array(layout.scale_planes, np.int64), layout.scale_flip,
-        np.array(layout.runs), np.array(layout.planes), layout.flip,
+        np.array(layout.scale_runs or [Run(0, 0, 0, 0, 0)]),
+        np.array(layout.scale_planes, np.int64), np.uint8(layout.scale_flip),
+        np.array(layout.runs), np.array(layout.planes), np.uint8(layout.flip),
     )  # fmt: skip
 
 
@@ -79,44 +88,46 @@ def _pack_blocks(
     scales = np.zeros((OUTPUTS, num_scales), np.uint8)
     for tile in range(tiles.shape[0]):
         count = max(min(rows.shape[0] - tile * OUTPUTS, OUTPUTS), 0)
+        part = rows[tile * OUTPUTS : tile * OUTPUTS + count]
         values[count:], scales[count:] = 0, 0
         for number in range(tiles.shape[1] // step_bytes):
-            step = tiles[tile, number * step_bytes : (number + 1) * step_bytes]
+            step, block = tiles[tile, number * step_bytes :], number * block_bytes
             step[:scales_at] = 0
-            for output in range(count):
-                row = rows[tile * OUTPUTS + output]
-                block = row[number * block_bytes : (number + 1) * block_bytes]
-                for factor in range(factors.shape[0]):
-                    at = (factor * OUTPUTS + output) * factor_bytes
+            for factor in range(factors.shape[0]):
+                for output in range(count):
                     for byte in range(factor_bytes):
-                        step[at + byte] = block[factors[factor] + byte]
-                _unpack(block, scale_runs, scale_flip, scales[output])
-                _unpack(block, runs, flip, values[output])
-            words = step.view(np.uint32)
-            _put_planes(
-                scales.view(np.uint32), scale_planes, num_scales // QUAD, words[scales_at // QUAD :]
-            )
-            _put_planes(values.view(np.uint32), planes, GROUP // QUAD, words[weights_at // QUAD :])
+                        at = (factor * OUTPUTS + output) * factor_bytes + byte
+                        step[at] = part[output, block + factors[factor] + byte]
+            _unpack(part, block, scale_runs, scale_flip, scales)
+            _unpack(part, block, runs, flip, values)
+            _put_planes(scales, scale_planes, num_scales // QUAD, step[scales_at:])
+            _put_planes(values, planes, GROUP // QUAD, step[weights_at:])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _unpack(block, runs, flip, values):
-    """The integers of a block (see `Run`)."""
+def _unpack(rows, block, runs, flip, values):
+    """The integers of the rows' blocks (see `Run`)."""
     for run in range(runs.shape[0]):
-        start, shift, bits, first, count, to = runs[run]
-        shift, to, mask = np.uint8(shift), np.uint8(to), np.uint8((1 << bits) - 1)
-        source, target = block[start : start + count], values[first : first + count]
-        if to == 0:
-            for i in range(count):
-                target[i] = ((source[i] >> shift) & mask) ^ np.uint8(flip)
-        else:
-            for i in range(count):
-                target[i] |= ((source[i] >> shift) & mask) << to
+        start, shift, bits, first, length, to, apart = runs[run]
+        lower, mask = np.uint8((1 << to) - 1), np.uint8((1 << bits) - 1)
+        shift, to = np.uint8(shift), np.uint8(to)
+        for output in range(rows.shape[0]):
+            if apart == 1:  # many at once
+                source, target = rows[output, block + start :], values[output, first:]
+                for i in range(length):
+                    bits = ((source[i] >> shift) & mask) ^ flip
+                    target[i] = (target[i] & lower) | (bits << to)
+            else:
+                for i in range(length):
+                    at = first + i * apart
+                    bits = ((rows[output, block + start + i] >> shift) & mask) ^ flip
+                    values[output, at] = (values[output, at] & lower) | (bits << to)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _put_planes(words, planes, quads, target):
-    """The planes of integers, uint32 [outputs, words of four], by groups of so many words."""
+def _put_planes(values, planes, quads, target):
+    """The planes of integers, uint8 [outputs, values], by groups of so many quads."""
+    words, target = values.view(np.uint32), target.view(np.uint32)
     column = np.empty((quads, OUTPUTS), np.uint32)
     at = 0
     for start in range(0, words.shape[1], max(quads, 1)):
@@ -170,7 +181,7 @@ def _factors(stored: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Factors [n, steps, factors, 1] from their bytes: float16, or the exponent of a power of 2."""
     if stored.shape[-1] == 2:
         return stored.view(np.float16).astype(np.float32)
-    return np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
+    return np.ldexp(np.float32(1), stored.astype(np.int32) - 131)
 
 
 def _join_planes(parts: NDArray[np.uint8], planes: tuple[int, ...]) -> NDArray[np.uint8]:

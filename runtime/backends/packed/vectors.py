@@ -22,7 +22,6 @@ LANES = 16
 """Numbers in a vector: 512 bits in float32. LLVM splits them where the processor's are shorter."""
 FEATURES = llvm.get_host_cpu_features()
 HAS_INTEGER_PRODUCTS = bool(FEATURES.get("avx512vnni"))
-HAS_BYTE_TABLES = bool(FEATURES.get("avx512bw"))
 HAS_BFLOAT16_PRODUCTS = bool(FEATURES.get("avx512bf16"))
 
 BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -81,10 +80,6 @@ class Emitter:
         """The number at an address, in all lanes."""
         return self.splat(self.load(address, kind, align=4))
 
-    def count(self, number: int) -> ir.Value:
-        """A number of things, known when the code is emitted."""
-        return LONG(number)
-
     def words(self, number: int) -> ir.Value:
         """An integer in all lanes."""
         return ir.Constant(WORDS, [number] * LANES)
@@ -95,21 +90,10 @@ class Emitter:
         return self.builder.ptrtoint(place, LONG)
 
     def prefetch(self, address: ir.Value, count: int) -> None:
-        """Ask for the lines of so many bytes from an address on."""
+        """Ask for the lines of so many bytes from an address on, in the second cache."""
         for start in range(0, count, 64):
             line = self.builder.inttoptr(self.at(address, start), BYTE.as_pointer())
-            self.call("llvm.prefetch.p0i8", ir.VoidType(), line, WORD(0), WORD(3), WORD(1))
-
-    def times(self, vector: ir.Value, factor: float) -> ir.Value:
-        """float32 numbers times a factor."""
-        return self.builder.fmul(vector, ir.Constant(FLOATS, [factor] * LANES))
-
-    def power_of_two(self, exponents: ir.Value, more: int) -> ir.Value:
-        """2 to the power of bytes plus a number, as float32; 0 where it is too small for that."""
-        wide = self.builder.add(self.builder.zext(exponents, WORDS), self.words(127 + more))
-        wide = self.call("llvm.smax.v16i32", WORDS, wide, self.words(0))
-        bits = self.builder.shl(wide, self.words(23))
-        return self.builder.bitcast(bits, FLOATS)
+            self.call("llvm.prefetch.p0i8", ir.VoidType(), line, WORD(0), WORD(2), WORD(1))
 
     def call(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
         """Call an instruction of LLVM by its name."""

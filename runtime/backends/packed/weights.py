@@ -173,7 +173,7 @@ def packed_in_memory(source: WeightSource, storage: Storage) -> PackedWeights:
 
 def describe(matrix: Matrix) -> NDArray[np.int64]:
     """A matrix as the pass reads it (see `forward.Model`)."""
-    encoding = own_encoding(FORMATS[matrix.format])
+    encoding = own_encoding(matrix.format)
     return np.array(
         [
             encoder(encoding).address,
