@@ -19,7 +19,7 @@ EXP2 = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
 LOG2_E = np.float32(math.log2(math.e))
 ZERO, HALF = np.float32(0), np.float32(0.5)
 LOWEST = np.float32(-126)
-"""Powers of 2 below are as good as 0."""
+"""Powers of 2 below count as 0."""
 BLOCK = 512
 """Tokens whose sum, or largest number, is known when one among them is looked for."""
 FEWER = np.float32(2.0**-10)
@@ -31,13 +31,15 @@ MOST_TOKENS = 1024
 @njit(inline="always", **COMPILED)
 def _exp2(x):
     """2 ** x for x <= 0, to the last bits; a series around the next whole number."""
-    x = x if x > LOWEST else LOWEST
-    whole = np.floor(x + HALF)
-    part = x - whole
+    # infinity times 0 is NaN
+    within = x if x > LOWEST else LOWEST
+    whole = np.floor(within + HALF)
+    part = within - whole
     series = EXP2[7]
     for n in range(6, -1, -1):
         series = series * part + EXP2[n]
-    return series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+    power = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return ZERO if x < LOWEST else series * power
 
 
 @njit(**COMPILED)
