@@ -40,7 +40,7 @@ class DrawnChildren:
         `target_logits` [positions, vocabulary]; `draft_logits` [positions, draft vocabulary].
         """
         draft_probs = sampling.draft_probs(draft_logits)
-        drawn = sampling.drawing(draft_probs, ranks, generator)
+        drawn = sampling.drawing_on(draft_probs.device)(draft_probs, ranks, generator)
         target_probs = target_logits if sampling.greedy else sampling.target_probs(target_logits)
         return cls(target_probs, draft_probs, drawn, sampling, d2t)
 

@@ -67,7 +67,7 @@ class LatencyMeter:
         if self.step.models.graphs and not sampling.greedy:
             # reserve random numbers for all sizes at once: if their memory moved later, every
             # graph would be captured anew
-            numbers_per_node = sampling.drawing.columns(drafter.vocabulary, 1)
+            numbers_per_node = sampling.drawing_on(self.step.device).columns(drafter.vocabulary, 1)
             self.step.sequence.reserve_rows("bits", self.sizes[-1] * numbers_per_node)
         if self.step.target.stream:
             self.step.target.stream.keep_most_chosen()

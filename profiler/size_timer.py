@@ -86,7 +86,7 @@ class SizeTimer:
         """
         sequence, sampling, drafter = self.step.sequence, self.sampling, self.step.drafter
         assert drafter is not None
-        numbers_per_node = sampling.drawing.columns(drafter.vocabulary, 1)
+        numbers_per_node = sampling.drawing_on(self.step.device).columns(drafter.vocabulary, 1)
         new_nodes = self.draft_input.new_nodes
         num_random = 0 if sampling.greedy else new_nodes.numel() * numbers_per_node
         sequence.refill_random_numbers(num_random)

@@ -163,7 +163,7 @@ class TreeStep:
         """How many random numbers drawing one node's children takes; none if greedy."""
         if not self.drafter:
             return 0
-        return sampling.drawing.columns(self.drafter.vocabulary, self.branching)
+        return sampling.drawing_on(self.device).columns(self.drafter.vocabulary, self.branching)
 
     def random_bits(self, sampling: Sampling) -> Tensor:
         """int32 [parents, numbers for each]: this step's random numbers."""

@@ -4,12 +4,16 @@ The random numbers come in as a tensor (`bits`, 31 random bits each), so that dr
 of tensors and can be captured in a CUDA graph.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from sequoia_plan.runtime.base.kernel_launch import loops_for
 
 BLOCK, WARPS = 4096, 16
 """Tokens that a kernel's program reads at once, and its warps."""
@@ -20,11 +24,19 @@ would keep numbers in memory instead, so that several programs fit in."""
 
 @dataclass(frozen=True)
 class Drawing:
-    """A way to draw a node's children, and the random numbers that it takes."""
+    """A way to draw a node's children, and the random numbers that it takes.
+
+    `on_cpu` draws from the same distribution, with fewer operations on a CPU.
+    """
 
     draw: Callable[[Tensor, int, Tensor], Tensor]
     bits_per_token: int = 0
     bits_per_child: int = 0
+    on_cpu: Drawing | None = None
+
+    def on(self, device: torch.device) -> Drawing:
+        """What draws on a device."""
+        return self.on_cpu if self.on_cpu and device.type == "cpu" else self
 
     def columns(self, vocabulary: int, count: int) -> int:
         """How many random numbers drawing `count` children of one node takes."""
@@ -32,9 +44,10 @@ class Drawing:
 
     def __call__(self, probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """Generate the random numbers, then draw."""
-        shape = (probs.shape[0], self.columns(probs.shape[1], count))
+        drawing = self.on(probs.device)
+        shape = (probs.shape[0], drawing.columns(probs.shape[1], count))
         bits = torch.empty(shape, dtype=torch.int32, device=probs.device)
-        return self.draw(probs, count, bits.random_(generator=generator))
+        return drawing.draw(probs, count, bits.random_(generator=generator))
 
 
 def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
@@ -52,14 +65,43 @@ def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
     return keys.topk(count, -1).indices
 
 
+def in_turn(probs: Tensor, count: int, bits: Tensor) -> Tensor:
+    """int64 [nodes, count]: as `without_replacement`, one token after the other by inversion.
+
+    `bits` int32 [nodes, 2 * count].
+    """
+    uniforms = _uniforms(bits, count)
+    if loops := loops_for(probs):
+        tokens = torch.empty(len(probs), count, dtype=torch.long)
+        loops.draw_in_turn(probs.contiguous().numpy(), uniforms.numpy(), tokens.numpy())
+        return tokens
+    return in_turn_by_tensors(probs, uniforms)
+
+
+def in_turn_by_tensors(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The same by tensor operations, from numbers float64 [nodes, count] in [0, 1)."""
+    probs_left, is_left = probs.double(), torch.ones_like(probs, dtype=torch.float64)
+    tokens: list[Tensor] = []
+    for uniform in uniforms.split(1, 1):
+        has_mass = probs_left.sum(-1, keepdim=True) > 0
+        tokens.append(draw_tokens(probs_left.where(has_mass, is_left), uniform))
+        probs_left = probs_left.scatter(1, tokens[-1], 0.0)
+        is_left = is_left.scatter(1, tokens[-1], 0.0)
+    return torch.cat(tokens, 1)
+
+
 def independent(probs: Tensor, count: int, bits: Tensor) -> Tensor:
     """int64 [nodes, count]: tokens drawn with replacement from probs float [nodes, vocabulary].
 
     `bits` int32 [nodes, 2 * count].
     """
-    # two numbers make a uniform in [0, 1) with all 53 bits of a float64
+    return draw_tokens(probs, _uniforms(bits, count))
+
+
+def _uniforms(bits: Tensor, count: int) -> Tensor:
+    """float64 [nodes, count] in [0, 1), with all 53 bits: two random numbers make one."""
     high, low = bits[:, : 2 * count].double().chunk(2, -1)
-    return draw_tokens(probs, (high + low / 2**31) / 2**31)
+    return (high + low / 2**31) / 2**31
 
 
 def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Tensor:
@@ -67,10 +109,15 @@ def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Ten
 
     It needs no random `bits`.
     """
+    if loops := loops_for(scores):
+        tokens = torch.empty(len(scores), count, dtype=torch.long)
+        loops.top_tokens(scores.contiguous().numpy(), tokens.numpy())
+        return tokens
     return scores.topk(count, -1).indices
 
 
-WITHOUT_REPLACEMENT = Drawing(without_replacement, bits_per_token=1)
+IN_TURN = Drawing(in_turn, bits_per_child=2)
+WITHOUT_REPLACEMENT = Drawing(without_replacement, bits_per_token=1, on_cpu=IN_TURN)
 INDEPENDENT = Drawing(independent, bits_per_child=2)
 MOST_PROBABLE = Drawing(most_probable)
 

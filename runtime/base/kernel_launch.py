@@ -1,16 +1,20 @@
-"""Where Triton kernels run, and what runs in their place if they cannot be compiled."""
+"""Which compiled code runs where, and what runs in its place if it cannot be compiled."""
 
 import importlib.util
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
 Kernel = tuple[str, torch.dtype]
 """A kernel's name and the dtype that it computes in; each dtype is compiled by itself."""
+
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+"""A slim runtime decodes without it."""
 
 _failed_kernels: set[Kernel] = set()
 """Kernels that could not be compiled in this process."""
@@ -19,6 +23,13 @@ _failed_kernels: set[Kernel] = set()
 def kernels_available(device: torch.device) -> bool:
     """Can Triton kernels run on `device`? PyTorch for CUDA installs Triton."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def loops_for(rows: Tensor) -> Any:
+    """The module `vocabulary_loops` for a CPU's float32 rows; None if it is not for these."""
+    if not HAS_NUMBA or rows.device.type != "cpu" or rows.dtype != torch.float32:
+        return None
+    return importlib.import_module("sequoia_plan.runtime.base.vocabulary_loops")
 
 
 def has_failed(kernel: Kernel) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +18,11 @@ from sequoia_plan.runtime.base.drawing import (
     Drawing,
     race_on_device,
 )
-from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
+from sequoia_plan.runtime.base.kernel_launch import (
+    kernel_or_tensors,
+    kernels_available,
+    loops_for,
+)
 
 OFF_VALUES_OF_PROCESSORS = {
     "repetition_penalty": 1.0,
@@ -169,10 +175,10 @@ class Sampling:
         """True if the target always takes its most probable token."""
         return self.temperature == 0
 
-    @property
-    def drawing(self) -> Drawing:
+    def drawing_on(self, device: torch.device) -> Drawing:
         """How children are drawn: as the verifier needs, or the draft's top tokens if greedy."""
-        return MOST_PROBABLE if self.greedy else DRAWING_OF_VERIFIER[self.verifier]
+        drawing = MOST_PROBABLE if self.greedy else DRAWING_OF_VERIFIER[self.verifier]
+        return drawing.on(device)
 
     def settings(self) -> dict[str, Any]:
         """Every setting by name, as profiles and trees record it."""
@@ -191,7 +197,11 @@ class Sampling:
         Args:
             logits: [nodes, vocabulary], the target's.
         """
-        scores = logits.float() / self.temperature
+        logits = logits.float()
+        if loops := loops_for(logits):
+            numbers = (self.temperature, self.top_k, self.top_p, self.min_p)
+            return _fill(loops.target_probs, logits, *numbers)
+        scores = logits / self.temperature
         if self.top_k:
             k = min(self.top_k, scores.shape[-1])
             threshold = scores.topk(k, -1).values[..., -1:]
@@ -223,7 +233,10 @@ class Sampling:
         """
         if self.greedy:
             return logits
-        return torch.softmax(logits.float() / (self.draft_temperature or self.temperature), -1)
+        logits, temperature = logits.float(), self.draft_temperature or self.temperature
+        if loops := loops_for(logits):
+            return _fill(loops.softmax, logits, temperature)
+        return torch.softmax(logits / temperature, -1)
 
     def draw_children(self, logits: Tensor, count: int, bits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw `count` children for each row of the draft's logits; on CUDA by a kernel.
@@ -239,9 +252,10 @@ class Sampling:
         def draw_by_tensor_operations() -> tuple[Tensor, Tensor]:
             """What this method returns."""
             probs = self.draft_probs(logits)
-            return probs, self.drawing.draw(probs, count, bits)
+            return probs, drawing.draw(probs, count, bits)
 
-        if self.drawing is not WITHOUT_REPLACEMENT or not kernels_available(logits.device):
+        drawing = self.drawing_on(logits.device)
+        if drawing is not WITHOUT_REPLACEMENT or not kernels_available(logits.device):
             return draw_by_tensor_operations()
         temperature = self.draft_temperature or self.temperature
         return kernel_or_tensors(
@@ -249,6 +263,15 @@ class Sampling:
             lambda: race_on_device(logits, temperature, count, bits),
             draw_by_tensor_operations,
         )
+
+
+def _fill(loop: Callable[..., None], logits: Tensor, *numbers: float) -> Tensor:
+    """What a loop over rows of logits computes, with its settings as the loops take them."""
+    rows = logits.detach().reshape(-1, logits.shape[-1]).contiguous().numpy()
+    probs = np.empty_like(rows)
+    settings = (n if isinstance(n, int) else np.float32(n) for n in numbers)
+    loop(rows, rows.max(-1), *settings, probs)
+    return torch.from_numpy(probs).view(logits.shape)
 
 
 def top_p_filter(probs: Tensor, top_p: float) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.runtime.base.drawing import BLOCK, LAUNCH
-from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available
+from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available, loops_for
 from sequoia_plan.runtime.verify.acceptance import (
     Acceptance,
     TargetProbs,
@@ -158,7 +158,7 @@ class Residual:
         divisor = scale.clamp(min=tiny)
         c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
         e.addcdiv_(uniform_factor, divisor)
-        mass = _residual(self.p[places], self.q[places], c[:, None], e[:, None]).sum(-1)
+        mass = _residual_masses(self.p[places], self.q[places], c, e)
         mass.add_(self.uncovered_mass[places]).mul_(scale)
         total = (1 - a).add_(mass).clamp_(min=tiny)
         a.copy_(mass.div_(total))
@@ -282,6 +282,15 @@ def _undrawn_masses(
 def _residual(p: Tensor, q: Tensor, c: Tensor, e: Tensor) -> Tensor:
     """R = max(p - c q - e, 0), in new memory, from the probabilities p and q of tokens."""
     return torch.addcmul(p, c, q, value=-1).sub_(e).clamp_(min=0)
+
+
+def _residual_masses(p: Tensor, q: Tensor, c: Tensor, e: Tensor) -> Tensor:
+    """The sums of R over tokens, from p and q [nodes, draft vocabulary], c and e [nodes]."""
+    if loops := loops_for(p):
+        masses = torch.empty_like(c)
+        loops.residual_masses(*(x.numpy() for x in (p, q, c, e, masses)))
+        return masses
+    return _residual(p, q, c[:, None], e[:, None]).sum(-1)
 
 
 def _positive(x: Tensor) -> Tensor:

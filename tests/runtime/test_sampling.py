@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 import torch
 from architectures import tiny
-from enumeration import chi_square, independent, without_replacement
+from enumeration import chi_square, independent
+from enumeration import without_replacement as drawn_orders
 from transformers import GenerationConfig, TopPLogitsWarper
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.base import sampling
-from sequoia_plan.runtime.base.drawing import INDEPENDENT, WITHOUT_REPLACEMENT
+from sequoia_plan.runtime.base.drawing import (
+    IN_TURN,
+    INDEPENDENT,
+    Drawing,
+    in_turn_by_tensors,
+    without_replacement,
+)
 from sequoia_plan.runtime.base.sampling import Sampling, top_p_filter
 
 Q = [0.5, 0.3, 0.15, 0.05]
@@ -22,10 +29,15 @@ def draw(drawing, q, count):
     return drawing(torch.tensor([q]).repeat(60_000, 1), count, torch.Generator().manual_seed(0))
 
 
+RACE = Drawing(without_replacement, bits_per_token=1)
+TENSORS_IN_TURN = Drawing(lambda p, n, bits: in_turn_by_tensors(p, bits / 2**31), bits_per_child=1)
+
+
+@pytest.mark.parametrize("drawing", [RACE, IN_TURN, TENSORS_IN_TURN])
 @pytest.mark.parametrize("q", [Q, [0.7, 0.3, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-def test_draws_have_the_distribution_without_replacement(q):
-    probs = dict(without_replacement(np.array(q), 3))
-    assert chi_square(draw(WITHOUT_REPLACEMENT, q, 3), probs) > 1e-3
+def test_draws_have_the_distribution_without_replacement(drawing, q):
+    probs = dict(drawn_orders(np.array(q), 3))
+    assert chi_square(draw(drawing, q, 3), probs) > 1e-3
     if q == Q:  # the control: top-k in order of probability is not a draw
         assert chi_square(torch.tensor([[0, 1, 2]] * 60_000), probs) < 1e-9
 
@@ -35,7 +47,7 @@ def test_independent_draws_have_their_distribution():
     q = [0.5, 0.3, 0.2, 0.0]
     drawn = draw(INDEPENDENT, q, 2)
     assert chi_square(drawn, dict(independent(np.array(q), 2))) > 1e-3
-    assert chi_square(drawn, dict(without_replacement(np.array(q), 2))) == 0
+    assert chi_square(drawn, dict(drawn_orders(np.array(q), 2))) == 0
 
 
 @pytest.mark.parametrize("summands", [sampling.summands, sampling.whole_numbers])
