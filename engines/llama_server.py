@@ -78,8 +78,8 @@ def find_build(server: str, types: str) -> Build:
     run = subprocess.run(command, capture_output=True, check=False)
     output = (run.stdout + run.stderr).decode(errors="replace")
     if run.returncode:
-        ending = f"--server {server}: ended with exit code {run.returncode}: {output or 'no output':.400}"
-        raise SequoiaPlanError(advised(ending))
+        ending = f"exit code {run.returncode}: {output or 'it printed nothing':.400}"
+        raise SequoiaPlanError(advised(f"--server {server}: {ending}"))
     return Build(path, bool(DEVICE.search(output)))
 
 

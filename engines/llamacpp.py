@@ -186,7 +186,8 @@ class LlamaCppPool(EnginePool):
         tokens = self.workload.tokens
         if not key.length:
             return server.text(prompt, tokens) if key == NONE else [], [], timed
-        server.logged_chains()  # of steps that were timed
+        server.text(prompt, 1)  # begins when the timed requests, which were given up, have ended
+        server.logged_chains()
         decode = server.generate if key == self.recording else server.text
         return decode(prompt, tokens), server.logged_chains(), timed
 

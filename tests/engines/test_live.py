@@ -180,8 +180,9 @@ def test_the_steps_of_an_sglang(diagnose):
     assert engine == "sglang" and not part.acceptance
     assert (cell.tokens_per_step, cell.seconds) == (2.5, pytest.approx(0.05))
     assert part.break_even_seconds == pytest.approx(0.02)
-    both = (sglang(50, 1.0) + sglang(0, 0, 9, "b"), sglang(150, 3.0) + sglang(900, 9, 9, "b"))
-    assert plan_of(diagnose, *both, "--model", "m")[2].seconds == cell.seconds
+    others = (sglang(0, 0, 9, "b"), sglang(900, 9, 9, "b"))
+    pages = (sglang(50, 1.0) + others[0], sglang(150, 3.0) + others[1])
+    assert plan_of(diagnose, *pages, "--model", "m")[2].seconds == cell.seconds
     pages = turns(sglang(50, 1.0, 0), sglang(150, 3.0, 0))
     assert "nothing is drafted, and a step of" in diagnose({"/metrics": pages})
     result, _ = diagnose({"/metrics": turns(sglang(50, 1.0), sglang(150, 3.0))}, code=0)

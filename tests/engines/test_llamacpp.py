@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from commands import succeed
-from sessions import check_that_it_ends_with
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.llama_server import find_build
@@ -134,13 +133,3 @@ def test_llama_server_takes_the_line():
 def test_a_draft_that_does_not_pair_and_a_type_that_is_none_are_one_line(types, message):
     with pytest.raises(SequoiaPlanError, match=message), pool(DRAFT, types) as servers:
         servers.ensure_running([Drafting(2)])
-
-
-def test_the_server_ends_with_a_killed_program():
-    script = (
-        "import time; from sequoia_plan.engines.llama_server import Server, find_build\n"
-        f"build = find_build({SERVER!r}, 'none')\n"
-        f"server = Server.start(build, ['-m', {TARGET!r}, '-c', '512'])\n"
-        "server.wait(); print(server._engine.process.pid, flush=True); time.sleep(600)\n"
-    )
-    check_that_it_ends_with(script, 2)  # the process that watches, and the server

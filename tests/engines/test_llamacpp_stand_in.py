@@ -11,7 +11,7 @@ from sessions import session_pids
 
 from sequoia_plan.engines import llama_server
 from sequoia_plan.engines.chain_replay import ChainStep
-from sequoia_plan.engines.llama_server import Build, Timings, steps_of_timings
+from sequoia_plan.engines.llama_server import Timings, steps_of_timings
 from sequoia_plan.engines.llamacpp import LlamaCppPool, repeated
 from sequoia_plan.engines.plan import NONE, EnginePlan
 from sequoia_plan.engines.pool import Workload
@@ -28,7 +28,7 @@ EAGLE3 = b"GGUF general.architecture\x08\0\0\0\x06\0\0\0\0\0\0\0eagle3"
 def invoke(tmp_path, monkeypatch):
     """Runs the command with the stand-in in a folder of files that stand for models."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(llama_server, "LOG_SECONDS", 0.05)
+    monkeypatch.setattr(llama_server, "LOG_SECONDS", 0)  # the stand-in logs before it answers
     monkeypatch.setattr(llama_server, "END_SECONDS", 1)
     for name in ("target", "draft", "dies", "breaks", "unpaired", "memory", "hangs"):
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
@@ -118,7 +118,7 @@ def test_a_fault_is_one_line_and_nothing_runs_on(invoke, monkeypatch, words, cod
     [
         ("nowhere", "--server nowhere: no such program; build llama.cpp"),
         ("./old", "--spec-type; this llama-server has no such option: build a newer one"),
-        ("./foreign", "exit code -4: no output; it was built for another processor: build it wi"),
+        ("./foreign", "exit code -4: it printed nothing; it was built for another processor: bu"),
     ],
 )
 def test_a_server_that_cannot_be_used(invoke, server, message):
@@ -156,13 +156,8 @@ def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
 
 def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():
     """A prompt that came twice would be looked up, and a server has the same begin in its cache."""
-    pool = LlamaCppPool(
-        target="t",
-        draft=None,
-        workload=Workload([""] * 4, 2),
-        max_length=3,
-        build=Build("", has_device=False),
-    )
+    workload = Workload([""] * 4, 2)
+    pool = LlamaCppPool(target="t", draft=None, workload=workload, max_length=3, build=None)
     pool.prompts = [[10, 11], [20, 21, 22], [30], [40, 41]]
     assert [pool.prompt(1), pool.prompt(1, 2)] == [[20, 21, 22], [21, 22]]
     assert pool.prompt(0, 6) == [30, 40, 41, 30, 10, 11]

@@ -4,19 +4,13 @@
 Python that has vLLM.
 """
 
-import contextlib
 import json
 import os
-import socket
-import threading
-import time
-from urllib.request import Request, urlopen
 
 import pytest
 from commands import succeed
 from sessions import check_that_it_ends_with
 
-from sequoia_plan.engines.engine_process import EngineProcess
 from sequoia_plan.engines.plan import EnginePlan
 
 PYTHON = os.environ.get("SEQUOIA_PLAN_VLLM", "")
@@ -91,44 +85,6 @@ def test_the_plan(folder):
         for cell in speculative:
             max_tokens = cell.speculative_tokens + 1
             assert cell.measured is None or 1 < cell.measured.tokens_per_step < max_tokens
-
-
-def test_a_server_that_runs(folder):
-    """Two clients send requests to a server that drafts two tokens, while its counters are read."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    config = draft_of(folder, num_speculative_tokens=2)
-    words = f"-m vllm.entrypoints.openai.api_server --model {folder}/target --port {port} "
-    words += "--dtype float32 --enforce-eager --max-model-len 512 --max-num-batched-tokens 512"
-    body = {"model": f"{folder}/target", "prompt": "Rain", "max_tokens": 64, "ignore_eos": True}
-    completion = Request(f"{url}/v1/completions", json.dumps(body).encode())
-    completion.add_header("Content-Type", "application/json")
-    is_read = threading.Event()
-
-    def send():
-        while not is_read.is_set():
-            urlopen(completion).read()
-
-    command = [PYTHON, *words.split(), "--speculative-config", config]
-    with EngineProcess(PYTHON, command):
-        for _ in range(600):
-            with contextlib.suppress(OSError):
-                urlopen(completion).read()
-                break
-            time.sleep(1)
-        clients = [threading.Thread(target=send) for _ in range(2)]
-        for client in clients:
-            client.start()
-        result = succeed("diagnose", "--url", url, "--json")
-        is_read.set()
-        for client in clients:
-            client.join()
-    (part,) = EnginePlan.from_dict(json.loads(result.stdout), "plan").contexts
-    (cell,) = part.cells
-    assert cell.batch == 2 and cell.speculative_tokens == len(part.acceptance.accepted) == 2
-    expected = 1 + sum(part.acceptance.survival)
-    assert cell.tokens_per_step == pytest.approx(expected, rel=0.05)  # the ends of texts are cut
 
 
 def test_nothing_of_vllm_outlives_a_killed_program(folder):
