@@ -150,7 +150,7 @@ class LoadedModel:
         *,
         name: str = "",
         generation_config: Any = None,
-        load_tokenizer: Callable[[], Any] = lambda: None,
+        load_tokenizer: Callable[[], Any] | None = None,
         tokens: Sequence[str] = (),
         remarks: tuple[str, ...] = (),
     ) -> None:
@@ -175,7 +175,7 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Any:
         """transformers' tokenizer; None if there is none."""
-        return self.load_tokenizer()
+        return self.load_tokenizer() if self.load_tokenizer else None
 
     @property
     def stream(self) -> WeightStream | None:

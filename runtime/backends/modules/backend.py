@@ -54,7 +54,9 @@ class ModuleBackend(Backend):
 
     has_own_threads = False
 
-    def __init__(self, module: Any, recorded: Mapping[str, Any] = {"placement": "resident"}) -> None:
+    def __init__(
+        self, module: Any, recorded: Mapping[str, Any] = {"placement": "resident"}
+    ) -> None:
         plain = unwrapped(module)
         self.module, self.recorded, self.version = module, dict(recorded), 0
         self.device, self.dtype = device_and_dtype(module)
@@ -181,7 +183,7 @@ class ModuleBackend(Backend):
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """See `Backend`."""
-        logits: Tensor = self.module.get_output_embeddings()(hidden_states.to(self.dtype))
+        logits: Tensor = self.module.get_output_embeddings()(hidden_states.to(self.module.dtype))
         return logits
 
     def splits_keys(self, tokens: int) -> bool:
@@ -212,5 +214,3 @@ class ModuleBackend(Backend):
     def from_first(self, values: Tensor) -> Tensor:
         """See `Backend`."""
         return from_first(self.module, values)
-
-
