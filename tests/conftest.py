@@ -69,11 +69,11 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, pair):
+def folder(tmp_path_factory):
     """A Llama of eight layers and a draft, as transformers saves them."""
     from streamed import save_models
 
-    return save_models(tmp_path_factory.mktemp("models"), pair.tokenizer)
+    return save_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import VOCABULARY, plain_text, resembling, tiny
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from architectures import VOCABULARY, plain_text, resembling, tiny, words
 from toys import TREE, text_inside_generate
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer
+from transformers import AutoModelForCausalLM, TextIteratorStreamer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
@@ -29,17 +28,6 @@ from sequoia_plan.runtime.models.vocabulary import check_tokenizers
 IDS = torch.tensor([[5, 6, 7, 8]])
 NEW = 40
 pytestmark = pytest.mark.slow
-
-
-def words(changes=None, count=VOCABULARY):
-    """A real tokenizer: token i is two letters."""
-    vocabulary = {chr(97 + i // 10) + chr(97 + i % 10): i for i in range(count)}
-    for old, new in (changes or {}).items():
-        vocabulary[new] = vocabulary.pop(old)
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="aa"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from sequoia_plan.runtime.models.architecture import (
 from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.fuse import fuse
 from sequoia_plan.runtime.models.loaded_model import Backend, LoadedModel
+from sequoia_plan.runtime.models.metadata import module_metadata
 from sequoia_plan.runtime.models.pretrained import ModelFiles, find_model
 from sequoia_plan.runtime.offload.memory import (
     SLOTS,
@@ -129,10 +130,8 @@ def load_model(
                 raise SequoiaPlanError(f"bits {bits}: the model cannot be compiled: {reason}")
             remarks = (f"{files.name}: PyTorch runs it, its pass is not compiled: {reason}",)
     if backend is None:
-        module, recorded = files.module(torch_dtype).to(device), {"placement": RESIDENT}
-        if placement != RESIDENT:
-            recorded = {"placement": FUSED, "fused_layers": fuse(module)}
-        backend = ModuleBackend(module, recorded)
+        module = files.module(torch_dtype).to(device)
+        backend = ModuleBackend(module, _fused(module, placement))
     model = _with_files(backend, files, remarks)
     if backend.module is not None:
         keep_loaded(backend.module, model)
@@ -143,12 +142,18 @@ def place(module: Any, placement: str) -> LoadedModel:
     """The model of a module in memory, which runs as `placement` says."""
     if placement == COMPILED:
         return loaded(module)
-    recorded: dict[str, Any] = {"placement": RESIDENT}
-    if placement == FUSED:
-        recorded = {"placement": FUSED, "fused_layers": fuse(module)}
-    model = LoadedModel(ModuleBackend(module, recorded), text_config(module))
+    backend = ModuleBackend(module, _fused(module, placement))
+    model = LoadedModel(backend, text_config(module))
     keep_loaded(module, model)
     return model
+
+
+def _fused(module: Any, placement: str) -> dict[str, Any]:
+    """Fuse a module's layers if asked to; what profiles record of it, as it was before."""
+    recorded = module_metadata(module) | {"placement": RESIDENT}
+    if placement != RESIDENT:
+        recorded |= {"placement": FUSED, "fused_layers": fuse(module)}
+    return recorded
 
 
 def _with_files(backend: Backend, files: ModelFiles, remarks: tuple[str, ...] = ()) -> LoadedModel:
@@ -170,7 +175,7 @@ def pack_draft(draft: Any, placement: str) -> str:
             draft.packed = PackedEagle(draft)
             return ""
     if placement != RESIDENT:
-        draft.num_fused = fuse(draft)
+        draft.recorded = _fused(draft, FUSED)
     return reason
 
 

@@ -63,7 +63,7 @@ class HiddenStateDraft(nn.Module):
         config._attn_implementation = "sdpa"
         self.config, self.target = config, target
         self.packed = None
-        self.num_fused = 0
+        self.recorded: dict[str, Any] | None = None  # where its layers were fused
         self.watch = Watch(weights)
         self.aux_hidden_state_layers = aux_hidden_state_layers
         width = config.hidden_size
@@ -105,11 +105,9 @@ class HiddenStateDraft(nn.Module):
 
     def metadata(self) -> dict[str, Any]:
         """Digest, content, dtype, parameters and placement, as profiles record them."""
-        recorded = module_metadata(self) | {"placement": "resident"}
+        recorded = self.recorded or module_metadata(self) | {"placement": "resident"}
         if self.packed:
             recorded |= {"placement": "compiled", "weights": self.packed.formats}
-        elif self.num_fused:
-            recorded |= {"placement": "fused", "fused_layers": self.num_fused}
         return recorded
 
     def check(self) -> None:

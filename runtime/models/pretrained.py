@@ -40,6 +40,10 @@ class ModelFiles:
     path: Path
     gguf: GgufFile | None = None
 
+    def __reduce__(self) -> Any:
+        """For pickle and copies, which open the files anew."""
+        return ModelFiles, (self.name, self.path, self.gguf)
+
     @cached_property
     def config(self) -> Any:
         """transformers' configuration."""

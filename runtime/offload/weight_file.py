@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import msgspec
 import numpy as np
@@ -108,13 +109,12 @@ class WeightFile:
             self.fd = _open_past_page_cache(path)
         except OSError as error:
             raise SequoiaPlanError(f"{path}: cannot be read ({error.strerror or error})") from error
-        self.blocks = self.index.blocks
+        self.blocks, self._close = self.index.blocks, finalize(self, os.close, self.fd)
         self.size_and_mtime = _size_and_mtime(self.fd)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
+        self._close()
         self.fd = -1
 
     def map(self) -> NDArray[np.uint8]:

@@ -5,6 +5,7 @@ There is one of each architecture that people use, and some that cannot decode w
 
 import torch
 import transformers as hf
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from sequoia_plan.artifacts import TokenTree
 
@@ -255,6 +256,17 @@ def resembling(target, noise=0.02, seed=1):
     for parameter in draft.parameters():
         parameter.data.add_(noise * parameter.std().nan_to_num() * torch.randn_like(parameter))
     return draft
+
+
+def words(changes=None, count=VOCABULARY):
+    """A real tokenizer: token i is two letters."""
+    vocabulary = {chr(97 + i // 10) + chr(97 + i % 10): i for i in range(count)}
+    for old, new in (changes or {}).items():
+        vocabulary[new] = vocabulary.pop(old)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="aa"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def plain_text(model, ids, count, **options):

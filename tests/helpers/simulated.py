@@ -2,16 +2,10 @@
 of torch.cuda."""
 
 import warnings
-import weakref
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 
-import numpy
 import torch
-from torch import is_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from sequoia_plan.runtime import capture
 from sequoia_plan.runtime.capture import Graphs
@@ -47,85 +41,9 @@ class Simulated(Graphs):
         return replay, result
 
 
-class Recycling(Simulated):
-    """Graphs whose functions allocate from their part's pool, where memory that is freed is handed
-    out again; a replay runs the same operations on the same addresses."""
-
-    def capture(self, part, run, changed, inputs):
-        super().capture(part, run, changed, inputs)
-        before = [tensor.clone() for tensor in changed]
-        with Recorder(self.pools[part]) as recorder:
-            result = run(*inputs)
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
-        return recorder.replay, result
-
-
-class Recorder(TorchDispatchMode):
-    """Records operations; what they make lies in blocks of memory taken from the list `free`."""
-
-    def __init__(self, free):
-        super().__init__()
-        self.free, self.blocks, self.operations = free, {}, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        given = {id_of(tensor) for tensor in tree_leaves((args, kwargs)) if is_tensor(tensor)}
-        are_new = [is_tensor(leaf) and id_of(leaf) not in given for leaf in tree_leaves(made)]
-        new = iter(are_new)
-        result = tree_map(lambda leaf: self.allocated(leaf) if next(new) else leaf, made)
-        places = [self.place(leaf) for leaf in tree_leaves(result)]
-        outputs = [where if new else None for where, new in zip(places, are_new, strict=True)]
-        self.operations.append((function, *tree_map(self.place, (args, kwargs or {})), outputs))
-        return result
-
-    def allocated(self, tensor):
-        """A copy in the smallest free block that holds it, or in a new one."""
-        fitting = [block for block in self.free if len(block) >= tensor.nbytes]
-        block = min(fitting, key=len, default=None)
-        if block is None:
-            block = numpy.empty(max(tensor.nbytes, 1), numpy.uint8)
-        else:
-            self.free[:] = [other for other in self.free if other is not block]
-        lifetime = block[:]  # the tensor's memory holds it
-        weakref.finalize(lifetime, self.free.append, block)
-        copy = torch.from_numpy(lifetime)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self.blocks[id_of(copy)] = block
-        return copy.copy_(tensor)
-
-    def place(self, leaf):
-        """Where a tensor lies, without holding its memory; other things as they are."""
-        block = self.blocks.get(id_of(leaf)) if is_tensor(leaf) else None
-        if block is None:
-            return leaf
-        layout = leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset()
-        return partial(self.at, block, layout)
-
-    @staticmethod
-    def at(block, layout):
-        dtype, *strides = layout
-        whole = torch.from_numpy(block)
-        return (
-            whole[: len(block) // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(*strides)
-        )
-
-    def replay(self):
-        for function, args, kwargs, outputs in self.operations:
-            args, kwargs = tree_map_only(partial, lambda leaf: leaf(), (args, kwargs))
-            result = tree_leaves(function(*args, **kwargs))
-            for new, output in zip(result, outputs, strict=True):
-                if output is not None:
-                    output().copy_(new)
-
-
-def id_of(tensor):
-    """The address of its memory."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def simulate_capture(step, not_captured=(), kind=Simulated):
+def simulate_capture(step, not_captured=()):
     """Let a step on the CPU capture as a step on CUDA does."""
-    step.models.graphs = kind(step.device, not_captured)
+    step.models.graphs = Simulated(step.device, not_captured)
 
 
 def leaves(result):

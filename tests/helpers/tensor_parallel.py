@@ -10,7 +10,7 @@ from architectures import resembling, tiny
 from toys import TREE
 from transformers import AutoModelForCausalLM
 
-from sequoia_plan.runtime import SequoiaDecoder, step
+from sequoia_plan.runtime import SequoiaDecoder
 
 PROMPT = [5, 6, 7, 8]
 
@@ -31,7 +31,8 @@ def decode_disturbed(target, rank):
         The tokens, and how often this process was overruled.
     """
     decoder = SequoiaDecoder(target, resembling(tiny("Llama")), TREE)
-    sequence, from_first, overruled = decoder.step.sequence, step.from_first, []
+    sequence, backend, overruled = decoder.step.sequence, decoder.step.target.backend, []
+    from_first = backend.from_first
     refill_random_numbers = sequence.refill_random_numbers
 
     def refill_differently(bits):
@@ -40,14 +41,14 @@ def decode_disturbed(target, rank):
             sequence.bits.add_(12345).remainder_(2**31 - 1)
             sequence.uniforms.mul_(0.5)
 
-    def compared_from_first(model, values):
-        agreed = from_first(model, values.clone())
+    def compared_from_first(values):
+        agreed = from_first(values.clone())
         overruled.append(not agreed.equal(values))
         return agreed
 
-    sequence.refill_random_numbers, step.from_first = refill_differently, compared_from_first
+    sequence.refill_random_numbers, backend.from_first = refill_differently, compared_from_first
     tokens = decoder.generate(PROMPT, 32, 1.0, seed=3).sequences[0].tolist()
-    step.from_first = from_first
+    backend.from_first = from_first
     return tokens, sum(overruled)
 
 

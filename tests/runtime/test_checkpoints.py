@@ -4,12 +4,11 @@ What does not fit is one line that says why, and the command line needs no optio
 """
 
 import pytest
-import torch
 
 from drafts import PARTS, dflash_parts, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.pretrained import load_module
+from sequoia_plan.runtime.models.pretrained import find_model
 
 pytestmark = pytest.mark.slow
 TARGET = small_target()
@@ -44,11 +43,6 @@ def parts_of(algorithm, **changes):
     return changed(*PARTS[algorithm](TARGET), changes)
 
 
-def dflash2(**settings):
-    config, weights = PARTS["DFlash 2"](TARGET)
-    return config | {"dflash_config": config["dflash_config"] | settings}, weights
-
-
 def flat_as_nested(config, weights, **settings):
     """A block draft in speculators' layout."""
     names = ("block_size", "mask_token_id", "markov_rank")
@@ -57,17 +51,7 @@ def flat_as_nested(config, weights, **settings):
     return settings | {"transformer_layer_config": config}, weights
 
 
-def layer_ids(ids):
-    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
-
-
-def block(**settings):
-    return dflash(dflash_config={"target_layer_ids": [0, 2], "mask_token_id": 1} | settings)
-
-
 ANOTHER_KIND = "found a draft of another kind"
-NO_FIT = "its weights do not fit its config.json and this target: .*"
-NO_DRAFT = "its config.json makes no .* draft for this target"
 BAD = {
     "Medusa": (lambda: eagle3(architectures=["MedusaModel"]), ANOTHER_KIND),
     "DSpark of unknown rows": (
@@ -78,13 +62,9 @@ BAD = {
         lambda: dflash(architectures=["DFlash2DraftModel"]),
         "conv_kernel_size.*: None",
     ),
-    "a selector of nothing": (lambda: dflash2(selector_top_k=0), "selector_top_k': 0"),
-    "groups that do not divide": (lambda: dflash2(conv_group_size=5), "conv_group_size"),
-    "another convolution": (lambda: dflash2(conv_kernel_size=3), NO_FIT + "base_kernel"),
-    "scaled embeddings": (lambda: dflash2(input_embedding_scale=2), "embedding_scale: found 2"),
-    "a selector lost": (
-        lambda: parts_of("DFlash 2", **{"candidate_selector.hidden_projection.weight": None}),
-        NO_FIT + "hidden_projection",
+    "scaled embeddings": (
+        lambda: parts_of("DFlash 2", input_embedding_scale=2),
+        "embedding_scale: found 2",
     ),
     "a Markov head of either kind": (
         lambda: flat_as_nested(*parts_of("DSpark"), speculators_model_type="dspark"),
@@ -92,30 +72,24 @@ BAD = {
     ),
     "a gate": (lambda: parts_of("DSpark", markov_head_type="gated"), "markov_head_type: found"),
     "another type of speculators": (lambda: nested(speculators_model_type="mtp"), ANOTHER_KIND),
-    "d2t of token numbers": (lambda: eagle3(d2t=torch.arange(16) * 2), "d2t: expected offsets"),
-    "d2t twice": (lambda: eagle3(d2t=-torch.arange(16), t2d=None), "d2t: expected offsets"),
-    "d2t beyond": (lambda: eagle3(d2t=torch.full((16,), 40), t2d=None), "d2t: expected offsets"),
-    "another hidden size": (lambda: eagle3_parts(small_target(hidden=24)), NO_FIT + "fc.weight"),
+    "another hidden size": (
+        lambda: eagle3_parts(small_target(hidden=24)),
+        "its weights do not fit its config.json and this target: .*fc.weight",
+    ),
     "another vocabulary": (
         lambda: eagle3_parts(small_target(vocabulary=64)),
         "made for a target of 64 tokens",
     ),
     "layers that are not there": (
-        lambda: eagle3(**layer_ids([1, 5, 20])),
+        lambda: eagle3(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 20]}),
         "hidden states, -1 to 3",
     ),
-    "layers twice": (lambda: eagle3(**layer_ids([1, 1, 2])), "expected distinct numbers"),
-    "layers as text": (lambda: eagle3(**layer_ids("low")), "expected distinct numbers"),
     "layers of another layout": (
-        lambda: nested(**layer_ids([1, 2, 3])),
+        lambda: nested(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
         "found layer ids as eagle_config.eagle_aux_hidden_state_layer_ids",
     ),
-    "too few layers": (lambda: eagle3(**layer_ids([1, 2])), NO_FIT + "fc.weight"),
-    "no layers of its own": (lambda: eagle3(num_hidden_layers=0), "num_hidden_layers: found 0"),
-    "layers without end": (lambda: dflash(num_hidden_layers=10**12), "its weights have 2"),
-    "sizes in lists": (lambda: dflash(intermediate_size=[24]), NO_DRAFT),
-    "a window of no size": (lambda: dflash(layer_types=["sliding_attention"] * 2), NO_DRAFT),
 }
+"""tests/hands/test_damaged_drafts.py has odd settings, and tensors that do not fit."""
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -130,7 +104,7 @@ def test_what_does_not_fit_is_one_line(name, tmp_path):
 def folders(tmp_path_factory):
     """A small target with the embedded tokenizer, and a random draft of each algorithm for it."""
     root = tmp_path_factory.mktemp("folders")
-    tokenizer = load_module(None, "cpu", torch.float32)[1]
+    tokenizer = find_model(None).tokenizer()
     target = small_target(vocabulary=len(tokenizer), hidden=32)
     target.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")

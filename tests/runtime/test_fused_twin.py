@@ -83,8 +83,8 @@ def test_a_change_that_fused_layers_cannot_follow_is_refused():
 
 
 def test_layers_that_cannot_be_fused_are_told():
+    model = tiny("GPT-NeoX")
     with pytest.warns(UserWarning, match="gpt_neox: transformers' own layers run"):
-        model = tiny("GPT-NeoX")
         SequoiaDecoder(model, None, TokenTree.chain(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once for each model

@@ -206,7 +206,9 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
     compiled.compile()
     cannot = [model(rope="dynamic"), model(rope="longrope"), model((on_cuda, other)), model(())]
     cannot += [model(_tp_size=2), model(_orig_mod=None), compiled, model(stream=DiskStream)]
-    assert [can_be_captured(each) for each in can + cannot] == [True] * len(can) + [False] * len(cannot)
+    assert [can_be_captured(each) for each in can + cannot] == [True] * len(can) + [False] * len(
+        cannot
+    )
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), FILTERED], ids=repr)

@@ -1,68 +1,145 @@
-"""Every fault of a file of weights is noticed, and none leaves anything damaged behind.
+"""Layers that are read from a file of weights compute as in memory, and its faults are noticed.
 
-The layers that read it are fused ones, whose matrices are views of the slots that weights come to.
+The packed pass reads them, or modules whose matrices are views of the slots that weights come to.
 """
 
+import copy
 import errno
 import gc
 import os
+import pickle
+import resource
+import shutil
 import signal
-import subprocess
-import sys
 import threading
+import time
+import traceback
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from architectures import tiny
-from streamed import LAYERS, PROMPT, decoder, streamed, tokens, weights
+from safetensors.torch import load_file, save_file
+from streamed import (
+    LAYERS,
+    PROMPT,
+    decoder,
+    in_memory,
+    save_models,
+    streamed,
+    tokens,
+    weights,
+)
 
-from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime import Sampling, load_pair
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.backends.modules import offloaded_target
-from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
-from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.models.fused_layer import FusedLayer
-from sequoia_plan.runtime.models.pretrained import find_model, load_module
+from sequoia_plan.runtime.backends.packed import from_file
+from sequoia_plan.runtime.models.stored import Source
 from sequoia_plan.runtime.offload import disk_stream
-from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, WeightFile
+from sequoia_plan.runtime.offload.disk_stream import DiskStream
+from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, Place, WeightFile, write_weights
 
+SIZES = {"packed": dict(head_dim=32, hidden_size=64, intermediate_size=80), "modules": {}}
+"""The packed pass takes no smaller heads."""
+MODULES = (from_file, offloaded_target)
+"""Those that write files."""
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
-def test_the_file_has_every_weight_in_pass_order(folder):
-    offloaded = OffloadedTarget(find_model(str(folder / "target")), "cpu", torch.float32)
-    model = load_module(str(folder / "target"), "cpu", torch.float32)[0]
-    parameters = dict(model.named_parameters())  # the head is tied to the embeddings
-    blocks = WeightFile(weights(folder)).blocks
-    assert len(blocks) == 1 + LAYERS
-    for number, block in enumerate(blocks):
-        assert block.offset % ALIGNMENT == block.size % ALIGNMENT == 0
-        assert all((f"layers.{number - 1}." in name) == (number > 0) for name in block.tensors)
-        for name, tensor in block.views(offloaded.file.memory_of(block)).items():
-            assert torch.equal(tensor, parameters.pop(name))
-    assert not parameters
+@pytest.fixture(scope="module", params=SIZES)
+def folder(request, tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp(request.param), **SIZES[request.param])
 
 
-def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+def cached_files():
+    return [*Path(os.environ["SEQUOIA_PLAN_CACHE"]).iterdir()]
 
-    offloaded = streamed(folder)
-    expected = tokens(offloaded)
-    stream = offloaded.target.stream
-    hook = offloaded.target.module.model.layers[5].register_forward_pre_hook(interrupt)
+
+def empty_cache():
+    for path in cached_files():
+        path.unlink()
+
+
+@pytest.mark.parametrize("resident", [0, 2, LAYERS])
+def test_streamed_layers_give_the_bits_of_layers_in_memory(folder, slow_disk, resident):
+    resident_pair, pair = in_memory(folder), streamed(folder, resident)
+    metadata, stream = pair.metadata["target"], pair.target.stream
+    assert metadata["placement"] == pair.placement == "streamed from disk"
+    assert metadata["resident_layers"] == resident and metadata["layers"] == LAYERS
+    assert metadata["streamed_bytes"] == (stream.bytes if stream else 0)
+    assert len(stream.blocks if stream else ()) == LAYERS - resident
+    for key in ("digest", "content"):
+        assert metadata[key] == resident_pair.metadata["target"][key]
+    assert (pair.target.module is None) == ("packed" in folder.name)
+    for temperature in (0.0, 1.0):
+        options = dict(temperature=temperature, seed=1, logprobs=1)
+        texts = [decoder(p).generate(PROMPT, 40, **options) for p in (resident_pair, pair)]
+        expected, found = texts
+        assert found.sequences.equal(expected.sequences)
+        assert found.logprobs.equal(expected.logprobs)
+    plain = SequoiaDecoder(pair.target, None, TokenTree.chain(1)).generate(PROMPT, 40).sequences
+    assert plain.equal(tokens(pair))
+
+
+def test_a_pass_reads_each_streamed_layer_once(folder, monkeypatch):
+    read, counts = WeightFile.read, []
+
+    def counted(file, offset, memory):
+        if threading.current_thread().name.startswith(disk_stream.THREAD_NAME):
+            counts.append(len(memory))
+        read(file, offset, memory)
+
+    monkeypatch.setattr(WeightFile, "read", counted)
+    pair = streamed(folder)
+    stream, decoding = pair.target.stream, decoder(pair)
+    assert stream.bytes == sum(block.size for block in stream.blocks) > 0
+    for _ in range(2):  # passes that try the model come before the first text
+        stream.wait_until_full()
+        counts.clear()
+        steps = decoding.generate(PROMPT, 40).steps
+    stream.wait_until_full()
+    assert sum(counts) == (1 + steps) * stream.bytes
+
+
+def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
+    """The control: computing with whatever is in the slots gives other tokens."""
+    pair = streamed(folder)
+    expected = tokens(pair)
+    monkeypatch.setattr(disk_stream.Future, "result", lambda read: None)
+    assert not tokens(pair).equal(expected)
+
+
+def test_a_streamed_target_cannot_be_copied(folder):
+    """A copy's weights would stay what the stream's slots held at that moment."""
+    target = streamed(folder).target
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(SequoiaPlanError, match="it can neither be pickled"):
+            copied(target)
+
+
+def test_a_pass_that_was_given_up_does_not_spoil_the_next(folder, slow_disk, monkeypatch):
+    wait_for, interrupts = DiskStream.wait_for, []
+
+    def interrupted(stream, layer):
+        if interrupts and layer == 4:
+            raise interrupts.pop()
+        wait_for(stream, layer)
+
+    monkeypatch.setattr(DiskStream, "wait_for", interrupted)
+    pair = streamed(folder)
+    expected = tokens(pair)
+    interrupts.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        tokens(offloaded)
-    hook.remove()
-    assert stream.layer_in_slot != [0, 1, 2]
-    assert torch.equal(tokens(offloaded), expected)
+        tokens(pair)
+    assert pair.target.stream.layer_in_slot != [0, 1, 2]
+    assert tokens(pair).equal(expected)
 
 
 def test_a_read_error_in_mid_decode(folder, monkeypatch):
     """One line names the file; the next request finds everything as it was."""
-    offloaded = streamed(folder)
-    expected, calls, preadv = tokens(offloaded), [], os.preadv
+    pair = streamed(folder)
+    expected, calls, preadv = tokens(pair), [], os.preadv
 
     def fails_once(*arguments):
         calls.append(1)
@@ -71,10 +148,10 @@ def test_a_read_error_in_mid_decode(folder, monkeypatch):
         return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", fails_once)
-    message = r"target-.*\.weights: cannot be read \(Input/output error\); delete it"
+    message = r"target-\S*: cannot be read \(Input/output error\); delete it"
     with pytest.raises(SequoiaPlanError, match=message):
-        tokens(offloaded)
-    assert tokens(offloaded).equal(expected)
+        tokens(pair)
+    assert tokens(pair).equal(expected)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +162,13 @@ def test_a_read_error_in_mid_decode(folder, monkeypatch):
     ],
 )
 def test_a_file_that_shrinks_or_changes_in_mid_decode(folder, damage, message):
-    decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
+    pair = streamed(folder)
+    expected, decoding = tokens(pair), decoder(pair).steps(PROMPT, 40, sampling=Sampling())
     next(decoding)
-    damage(weights(folder))
+    damage(weights())
     with pytest.raises(SequoiaPlanError, match=message):
         list(decoding)
+    assert tokens(streamed(folder)).equal(expected)
 
 
 def flip_bits(path, offset, bits=1):
@@ -98,165 +177,173 @@ def flip_bits(path, offset, bits=1):
     path.write_bytes(data)
 
 
-def test_damaged_weights_are_not_computed_with(folder):
-    """A flipped bit in a block is an error.
-
-    After one in the index, or a cut, the file is made again from the model's own files.
-    """
+def test_damaged_weights_are_not_computed_with(folder, tmp_path):
+    """A flipped bit in a block is an error. A torn file is made again, and one of another model."""
     expected = tokens(streamed(folder))
-    path = weights(folder)
-    block = WeightFile(path).blocks[4]
-    flip_bits(path, block.offset + 100)
+    path = weights()
+    last = WeightFile(path).blocks[-1]
+    assert last.offset % ALIGNMENT == last.size % ALIGNMENT == 0
+    assert all(f"layers.{LAYERS - 1}." in name for name in last.tensors)
+    flip_bits(path, last.offset + 100)
     with pytest.raises(SequoiaPlanError, match=r"checksum .* it was damaged; delete it"):
         tokens(streamed(folder))
+    foreign = write_blocks(tmp_path / "foreign").read_bytes()
     damages = (
         lambda: flip_bits(path, -200),
         lambda: os.truncate(path, path.stat().st_size - 1),
         lambda: path.write_bytes(b""),
+        lambda: path.write_bytes(foreign),
     )
     for damage in damages:
         damage()
-        with pytest.raises(SequoiaPlanError, match="it will be made again"):
-            WeightFile(path)
-    assert tokens(streamed(folder)).equal(expected)
+        assert tokens(streamed(folder)).equal(expected)
 
 
-def test_every_flipped_bit_of_the_index_is_noticed(folder):
+def write_blocks(path):
+    """A file of three small blocks."""
+    layout = [{"a": Place("float32", (3, 5)), "b": Place("uint8", (7,))}] * 3
+
+    def fill(name, memory):
+        memory[:] = ord(name)
+
+    write_weights(path, layout, fill, lambda: Source("a model"))
+    return path
+
+
+def test_every_flipped_bit_of_the_index_is_noticed(tmp_path):
     """No exception but ours comes out, whatever the index says."""
-    OffloadedTarget(find_model(str(folder / "target")), "cpu", torch.float32).file.close()
-    path = weights(folder)
+    path = write_blocks(tmp_path / "w")
     last = WeightFile(path).blocks[-1]
     first_bit, end = (last.offset + last.size) * 8, path.stat().st_size * 8
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(first_bit, end, (400,), generator=generator).tolist()
     for bit in (*bits, *range(end - 96, end)):  # the length and the checksum of the index
         flip_bits(path, bit // 8, 1 << bit % 8)
-        with pytest.raises(SequoiaPlanError):
+        with pytest.raises(SequoiaPlanError, match="it will be made again"):
             WeightFile(path)
         flip_bits(path, bit // 8, 1 << bit % 8)
-    WeightFile(path).close()
+    file = WeightFile(path)
+    for block in file.blocks:
+        for name, tensor in block.views(file.memory_of(block)).items():
+            assert (tensor.view(torch.uint8) == ord(name)).all()
 
 
-def test_another_model_in_the_same_folder(folder, tmp_path, pair):
-    """Another file is made, and a process that uses the old one goes on with it."""
-    for name in ("a", "draft"):
-        tiny("Llama", num_hidden_layers=LAYERS).save_pretrained(tmp_path / name)
-        pair.tokenizer.save_pretrained(tmp_path / name)
-    old = OffloadedTarget(find_model(str(tmp_path / "a")), "cpu", torch.float32)
-    old_layer = old.layer(2)
-    tiny("Llama", seed=5, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "a")
-    new = OffloadedTarget(find_model(str(tmp_path / "a")), "cpu", torch.float32)
-    assert old.file.path != new.file.path
-    for name, tensor in old.layer(2).items():
-        assert tensor.equal(old_layer[name])
-    name = "self_attn.q_proj.weight"
-    assert not new.layer(2)[name].equal(old_layer[name])
+def test_another_model_in_the_same_folder(folder, tmp_path):
+    """Of the same size and date, as `cp -p`, tar and the layers of container images leave them.
+
+    Another file is made, and what decodes from the old one goes on with it.
+    """
+    copied = shutil.copytree(folder, tmp_path / folder.name)
+    path = copied / "target" / "model.safetensors"
+    before, old = path.stat(), streamed(copied)
+    expected, tensors = tokens(old), load_file(path)
+    for tensor in tensors.values():  # all but the first row
+        tensor[1:] *= -1.0
+    save_file(tensors, path, {"format": "pt"})
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    new, changed = streamed(copied), in_memory(copied)
+    assert tokens(new).equal(tokens(changed)) and tokens(old).equal(expected)
+    for pair in (new, changed):
+        found = pair.metadata["target"]["content"]
+        assert found != old.metadata["target"]["content"]
+    assert not tokens(new).equal(expected)
 
 
-CODE = """
-import sys, torch
-from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
-from sequoia_plan.runtime.models.pretrained import find_model
-target = OffloadedTarget(find_model(sys.argv[1]), "cpu", torch.float32)
-print(float(target.layer(1)["mlp.up_proj.weight"].double().sum()), flush=True)
-"""
+def fork(function):
+    """The number of a process that calls a function, and ends with 0 if that returns."""
+    if process := os.fork():
+        return process
+    try:
+        function()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
-def start_python(code, *arguments):
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def status_of(process):
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def test_two_processes_share_one_file(folder):
-    processes = [start_python(CODE, folder / "target") for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert all(process.returncode == 0 for process in processes), outputs
-    assert outputs[0][0] == outputs[1][0]
-    files = Path(os.environ["SEQUOIA_PLAN_CACHE"]).glob("*weights*")
-    assert len(list(files)) == 2  # the file, and its lock
+def test_two_processes_make_one_file(folder, tmp_path):
+    """One waits for the other, and both decode from the file."""
+    expected, log = tokens(streamed(folder)), tmp_path / "log"
+    empty_cache()
+
+    def load():
+        def noted(path, *arguments):
+            with log.open("a") as file:
+                file.write(path.name + "\n")
+            time.sleep(0.3)
+            write_weights(path, *arguments)
+
+        for module in MODULES:
+            module.write_weights = noted
+        assert tokens(streamed(folder)).equal(expected)
+
+    assert [*map(status_of, [fork(load) for _ in range(2)])] == [0, 0]
+    written = log.read_text().split()
+    assert len(written) == len({*written}) and weights().name in written
 
 
 def test_a_kill_while_the_file_is_written(folder):
     """What the killed process left is neither used nor in the way."""
-    slow = "import os, time\nfrom sequoia_plan.runtime.offload import weight_file\n"
-    slow += "os.fsync = lambda file: (print('written', flush=True), time.sleep(600))\n"
-    killed = start_python(slow + CODE, folder / "target")
-    assert killed.stdout.readline() == "written\n"
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=60)
-    cache = Path(os.environ["SEQUOIA_PLAN_CACHE"])
-    assert list(cache.glob(".*.unfinished")) and not list(cache.glob("*.weights"))
-    OffloadedTarget(find_model(str(folder / "target")), "cpu", torch.float32)
-    assert not list(cache.glob(".*.unfinished")) and weights(folder)
+    streamed(folder)
+    empty_cache()
+    read_end, write_end = os.pipe()
+
+    def load():
+        os.fsync = lambda file: (os.write(write_end, b"!"), time.sleep(600))
+        streamed(folder)
+
+    process = fork(load)
+    os.close(write_end)
+    assert os.read(read_end, 1) == b"!"  # all of it is written, and it has not its name
+    os.close(read_end)
+    os.kill(process, signal.SIGKILL)
+    assert status_of(process) == -signal.SIGKILL
+    assert [p for p in cached_files() if p.suffix == ".unfinished"]
+    assert tokens(streamed(folder)).equal(tokens(in_memory(folder)))
+    assert not [p for p in cached_files() if p.suffix == ".unfinished"]
 
 
 def test_a_full_disk_while_the_file_is_written(folder):
     """The kernel refuses to write on; one line says what to do, and nothing half-written stays."""
-    limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-    process = start_python(limit + CODE, folder / "target")
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 1
-    assert "cannot be written (File too large)" in error and "or set SEQUOIA_PLAN_CACHE" in error
-    files = Path(os.environ["SEQUOIA_PLAN_CACHE"]).iterdir()
-    assert all(file.name.endswith(".lock") for file in files)
+    streamed(folder)
+    empty_cache()
+
+    def load():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        message = r"cannot be written \(File too large\).* or set SEQUOIA_PLAN_CACHE"
+        with pytest.raises(SequoiaPlanError, match=message):
+            streamed(folder)
+
+    assert status_of(fork(load)) == 0
+    assert {path.suffix for path in cached_files()} == {".lock"}
 
 
-def test_threads_end_with_the_model(folder):
-    threads_before = set(threading.enumerate())
-    offloaded_decoder = decoder(streamed(folder))
-    offloaded_decoder.generate(PROMPT, 4)
+def test_a_finished_file_is_neither_locked_nor_written(tmp_path, monkeypatch):
+    """So it loads from a folder where nobody may write, also after its model was touched."""
+    folder = save_models(tmp_path, **SIZES["packed"])
+    expected = tokens(in_memory(folder))
+    monkeypatch.setattr(from_file, "exclusive_lock", lambda path: pytest.fail("locked"))
+    os.utime(folder / "target" / "model.safetensors")
+    for pair in (in_memory(folder), streamed(folder)):
+        assert tokens(pair).equal(expected)
+
+
+def test_threads_and_files_end_with_the_model(folder):
+    gc.collect()
+    threads_before, files_before = set(threading.enumerate()), psutil.Process().num_fds()
+    pair = streamed(folder)
+    tokens(pair)
     assert 1 <= len(set(threading.enumerate()) - threads_before) <= disk_stream.THREADS
-    offloaded_decoder.step.target.stream.close()
+    pair.target.stream.close()
     with pytest.raises(SequoiaPlanError, match="is closed; load the models again"):
-        offloaded_decoder.generate(PROMPT, 4)
-    del offloaded_decoder
+        tokens(pair)
+    del pair
     gc.collect()
     assert set(threading.enumerate()) == threads_before
-
-
-RESIDENT = 2
-
-
-def in_memory(folder, placement):
-    target, draft = str(folder / "target"), str(folder / "draft")
-    return load_pair(target, draft, dtype="float32", placement=placement)
-
-
-def test_no_weight_is_held_twice_or_read_in_vain(folder):
-    """A slot has no room, and a pass no bytes, but for the weights and the end of a page."""
-    pair = streamed(folder, RESIDENT)
-    expected = in_memory(folder, "resident").target.module
-    storages = {
-        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
-        for parameter in pair.target.module.parameters()
-    }
-    metadata = pair.metadata["target"]
-    norms = sum(p.nbytes for name, p in expected.named_parameters() if "norm" in name)
-    # fused norms have copies of their weights
-    assert sum(storages.values()) <= metadata["resident_bytes"] + metadata["slot_bytes"] + norms
-    layer_bytes = sum(p.nbytes for p in expected.model.layers[0].parameters())
-    stream = pair.target.stream
-    assert stream.bytes <= (LAYERS - RESIDENT) * round_up(layer_bytes, ALIGNMENT)
-
-
-def test_logits_are_bit_by_bit_those_of_fused_layers_in_memory(folder):
-    pairs = streamed(folder, RESIDENT), in_memory(folder, "fused")
-    text = torch.arange(3, 40)[None]
-    with torch.inference_mode():
-        logits = [pair.target.module(text).logits for pair in pairs]
-    assert torch.equal(*logits)
-
-
-def test_weights_in_the_wrong_place_are_noticed(folder, monkeypatch):
-    """The control: with another order of the file a layer would not read what is in its slot."""
-    in_order = offloaded_target.in_joined_order
-    monkeypatch.setattr(offloaded_target, "in_joined_order", lambda names: in_order(names)[::-1])
-    with pytest.raises(SequoiaPlanError, match=r"reads \d+ bytes of its slot, expected \d+"):
-        streamed(folder, RESIDENT)
-
-
-def test_layers_of_transformers_are_streamed_where_the_user_asks_for_them(folder):
-    pair = streamed(folder, RESIDENT, placement="resident")
-    assert not any(type(layer) is FusedLayer for layer in pair.target.module.model.layers)
-    assert tokens(pair).equal(tokens(in_memory(folder, "resident")))
+    assert psutil.Process().num_fds() <= files_before

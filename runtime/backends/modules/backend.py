@@ -183,7 +183,7 @@ class ModuleBackend(Backend):
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """See `Backend`."""
-        logits: Tensor = self.module.get_output_embeddings()(hidden_states.to(self.dtype))
+        logits: Tensor = self.module.get_output_embeddings()(hidden_states.to(self.module.dtype))
         return logits
 
     def splits_keys(self, tokens: int) -> bool:

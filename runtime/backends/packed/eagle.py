@@ -18,7 +18,12 @@ from sequoia_plan.runtime.backends.packed.packed_pass import (
     cache_dtype,
     visible_slots,
 )
-from sequoia_plan.runtime.backends.packed.weights import Storage, model_of, packed_in_memory
+from sequoia_plan.runtime.backends.packed.weights import (
+    PackedWeights,
+    Storage,
+    model_of,
+    packed_in_memory,
+)
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
 from sequoia_plan.runtime.models.module_state import State, Watch, weights, workings
@@ -35,18 +40,21 @@ class PackedEagle:
 
     feature_dtype = torch.float32
     formats = "Q8_0"
+    weights: PackedWeights | None = None
+    version = 0
 
     def __init__(self, draft: Any) -> None:
-        self.watch, self.version = Watch(_state), 0
-        self.pack(draft)
+        self.draft = draft
+        self.pack()
 
-    def __reduce__(self) -> Any:
-        """For pickle and copies: packed anew from the copy of the draft."""
-        return PackedEagle, (self.draft,)
+    def __getstate__(self) -> Any:
+        """For pickle and copies: the copy of the draft, whose weights `check` packs."""
+        return {"draft": self.draft}
 
-    def pack(self, draft: Any) -> None:
+    def pack(self) -> None:
         """Take over the draft's weights."""
-        self.draft, config, dtype = draft, draft.config, cache_dtype(draft.dtype)
+        draft, self.watch = self.draft, Watch(_state)
+        config, dtype = draft.config, cache_dtype(draft.dtype)
         source = ModuleSource(draft)
         names = {n: n if n.startswith("lm_head.") else f"model.{n}" for n in source.tensors}
         source.tensors = {names[n]: tensor for n, tensor in source.tensors.items()}
@@ -66,14 +74,16 @@ class PackedEagle:
 
     def check(self) -> None:
         """Pack the weights anew if the draft changed, or raise SequoiaPlanError."""
-        if names := self.watch.changes(self.draft):
+        if self.weights is None:
+            self.pack()
+        elif names := self.watch.changes(self.draft):
             if reason := why_not(self.draft):
                 raise SequoiaPlanError(f"draft: {names[0]} changed, and {reason}; load it anew")
             self.refresh()
 
     def refresh(self) -> None:
         """Pack the weights anew."""
-        self.pack(self.draft)
+        self.pack()
         self.version += 1
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
