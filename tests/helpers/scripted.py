@@ -91,7 +91,7 @@ def error_of_a_step(decoder, prompt, sampling):
     step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.portfolio.values()), 0)
     if step.lookup:
         step = decoder.step_of_tree[step.tree.for_match(int(step.look_up()))]
-    tree, vocabulary = step.tree, step.target.model.config.vocab_size
+    tree, vocabulary = step.tree, step.target.module.config.vocab_size
     step.refill_random_numbers(sampling)
     covered, chances = step.drafter.d2t if step.drafter else None, Counter()
     for _ in script.runs():
@@ -113,5 +113,5 @@ def error_of_a_step(decoder, prompt, sampling):
         for said, probability in outcomes(acceptance, *verified):
             chances[said] += script.chance * probability
     assert abs(sum(chances.values()) - 1) < 1e-5
-    token_probs = token_probs_of_texts(step.target.model, prompt, tree.depth, sampling)
+    token_probs = token_probs_of_texts(step.target.module, prompt, tree.depth, sampling)
     return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
