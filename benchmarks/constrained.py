@@ -61,7 +61,7 @@ def by_method(pair: Any, resident: Any, tree: TokenTree) -> dict[str, Callable[[
 
     def transformers(ids: list[int]) -> tuple[int, float, int]:
         started = time.perf_counter()
-        output = resident.target.generate(
+        output = resident.target.module.generate(
             torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False,
             logits_processor=[LogitsProcessor(compiled)], pad_token_id=0,
         )  # fmt: skip

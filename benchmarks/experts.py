@@ -30,13 +30,12 @@ from typing import Any
 import torch
 from offload import bytes_read_so_far, main
 from reports import spread
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.base.weight_stream import stream_of
-from sequoia_plan.runtime.models.pretrained import local_folder
+from sequoia_plan.runtime.models.pretrained import find_model
 
 FOLDER = Path("build/experts")
 TARGET, DRAFT = FOLDER / "target", FOLDER / "draft"
@@ -69,7 +68,7 @@ def random_model(make_config: Callable[..., Any], width: int, layers: int, **siz
 def make_models(_: argparse.Namespace) -> dict[str, Any]:
     """Write target and draft."""
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(local_folder(None, torch.bfloat16))
+    tokenizer = find_model(None).tokenizer()
     tokens = len(tokenizer)
     target = random_model(
         Qwen3MoeConfig,
@@ -118,7 +117,7 @@ def measure_passes(_: argparse.Namespace) -> dict[str, Any]:
     were not in memory, seconds, and bytes.
     """
     pair = load_pair(str(TARGET), str(DRAFT), dtype="bfloat16", offload="disk", memory=MEMORY)
-    stream: Any = stream_of(pair.target)
+    stream: Any = pair.target.stream
     decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(2))
     *others, prompt = (torch.tensor(prompt) for prompt in held_out(pair.tokenizer, 3))
     for other in others:

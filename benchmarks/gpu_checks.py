@@ -51,7 +51,8 @@ from sequoia_plan.runtime import Sampling, SequoiaDecoder
 target = gpu_checks.small_model("heads that share", torch.device(device))
 draft = gpu_checks.small_model("heads that share", torch.device(device))
 decoder = SequoiaDecoder(target, draft, gpu_checks.SMALL_TREE)
-target.lm_head.weight.data[7] = torch.nan
+with torch.no_grad():
+    target.lm_head.weight[7] = torch.nan
 decoder.generate([3, 1, 4], 8, sampling=Sampling(0.7, top_p=0.9), seed=0)
 """
 """A program that samples from a target whose logits are not finite."""

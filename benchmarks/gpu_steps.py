@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from sequoia_plan.artifacts import TokenTree, load_tree
 from sequoia_plan.profiler.timing import random_prompt
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
+from sequoia_plan.runtime.backends import RESIDENT, place
 from sequoia_plan.runtime.backends.modules.streamed_layers import attach_stream, view_slots
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.captured_step import CapturedStep
@@ -192,7 +194,7 @@ def time_host_stream(run: Run) -> dict[str, Any]:
     shape = scale.shared_heads_target | {"num_hidden_layers": scale.streamed_layers}
     pair = random_pair("llama-3.1-8b, few layers", shape, scale.draft_of(shape), run.device)
     if run.device.type == "cuda":
-        fuse(pair.target)  # as `load_pair` does with a target that is streamed
+        fuse(pair.target.module)  # as `load_pair` does with a target that is streamed
     trees = scale.plain_and_tree
     context = scale.contexts[0]
 
@@ -207,7 +209,8 @@ def time_host_stream(run: Run) -> dict[str, Any]:
     result["breakdown"] |= {f"{title}, resident": times for title, times in time_trees().items()}
     run.save(result)
     if run.device.type == "cuda":
-        stream = stream_layers(pair.target, run.device)
+        stream = stream_layers(pair.target.module, run.device)
+        pair = replace(pair, target=place(pair.target.module, RESIDENT))
         block = stream.blocks[0]
         copy_seconds = median_seconds(
             run, lambda: stream.memory[0][: block.numel()].copy_(block, non_blocking=True)

@@ -106,7 +106,7 @@ def time_random_pair(run: Run, name: str) -> dict[str, Any]:
     meter.begin(math.inf)
     latency = meter.finish(scale.latency_seconds)
     plain = step_breakdown(pair, TokenTree.chain(1), sampling, scale.rounds)
-    weight_bytes = bytes_read(pair.target)
+    weight_bytes = bytes_read(pair.target.module)
     copy_bytes_per_second = copy_bandwidth(run.device, scale.copy_bytes)
     target_bytes_per_second = weight_bytes / latency.target[1]
     trees = {}

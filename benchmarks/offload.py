@@ -53,9 +53,10 @@ from sequoia_plan.profiler.decoding_methods import (
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.backends import place
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
 from sequoia_plan.runtime.backends.modules.self_draft import INT8, copy_bytes
-from sequoia_plan.runtime.base.weight_stream import stream_of
+from sequoia_plan.runtime.models.pretrained import find_model
 from sequoia_plan.runtime.offload.disk_stream import CHUNK_BYTES, THREADS
 from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes
 from sequoia_plan.runtime.offload.weight_file import aligned_memory, bytes_of
@@ -84,18 +85,19 @@ def bytes_read_so_far() -> int:
 def streamed_pair(draft: str | None, layers: int) -> Pair:
     """The embedded pair with so many layers of the target in memory."""
     load = partial(load_pair, draft=draft, dtype=DTYPE, offload="disk")
-    target = OffloadedTarget(None, "cpu", torch.bfloat16)
-    layer_bytes, num_layers = max(target.layer_sizes()), len(target.layers)
     if draft == INT8:  # it has a copy of the streamed layers, and of what is outside of the layers
+        target = OffloadedTarget(find_model(None), "cpu", torch.bfloat16)
+        layer_bytes, num_layers = max(target.layer_sizes()), len(target.layers)
         copy_size = max(
             copy_bytes(layer.parameters(), target.model.dtype) for layer in target.layers
         )
         memory = target.outside_bytes + (layers + SLOTS) * layer_bytes + layer_bytes // 4
         memory += (num_layers - layers) * copy_size + cache_bytes(target.model)
     else:
-        metadata = load(memory="1TB").metadata["target"]
+        whole = load(memory="1TB")
+        sizes, metadata = whole.target.backend.layer_sizes(), whole.metadata["target"]
         memory = metadata["resident_bytes"] + metadata["draft_bytes"] + metadata["cache_bytes"]
-        memory -= (num_layers - SLOTS - layers) * layer_bytes
+        memory -= (len(sizes) - SLOTS - layers) * max(sizes)
     pair = load(memory=memory)
     assert pair.metadata["target"]["resident_layers"] == layers
     return pair
@@ -129,7 +131,7 @@ def measure_decoding(options: argparse.Namespace, temperature: float) -> dict[st
     sampling, tokens = Sampling(temperature), options.tokens
     drafts = options.draft or DRAFTS
     pairs = {draft: streamed_pair(draft, RESIDENT) for draft in drafts}
-    stream = stream_of(pairs[drafts[0]].target)
+    stream = pairs[drafts[0]].target.stream
     # the system gives memory when it is first written
     buffers = [bytes_of(aligned_memory(CHUNK_BYTES).fill_(1)) for _ in range(THREADS)]
     speeds = [1 / read_seconds(stream, buffers) for _ in range(WARM_UP_READS)]
@@ -213,7 +215,7 @@ def prompts_with_long_texts(sampling: Sampling, num_prompts: int, tokens: int) -
 def accelerate_method(sampling: Sampling, tokens: int, folder: str) -> DecodePrompt:
     """transformers' generate with accelerate's `disk_offload`, without the page cache."""
     pair = load_pair(dtype=DTYPE, placement="resident")
-    target: Any = disk_offload(pair.target, folder, CPU)
+    target: Any = disk_offload(pair.target.module, folder, CPU)
     gc.collect()
 
     def drop_page_cache(*_: Any) -> None:
@@ -227,7 +229,7 @@ def accelerate_method(sampling: Sampling, tokens: int, folder: str) -> DecodePro
     target.register_forward_pre_hook(drop_page_cache)
     # transformers sends its input to the device of the model, which is `meta` for an offloaded one
     type(target).device = property(lambda self: CPU)
-    return transformers_method(replace(pair, target=target), sampling, tokens)
+    return transformers_method(replace(pair, target=place(target, "resident")), sampling, tokens)
 
 
 PARTS: Parts = {

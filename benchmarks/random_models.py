@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.runtime import Pair
+from sequoia_plan.runtime.backends import RESIDENT, place
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 
 Shape = dict[str, int]
@@ -52,11 +53,12 @@ def random_pair(name: str, target: Shape, draft: Shape, device: torch.device) ->
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
 
-    target_model, draft_model = random_model(target), random_model(draft)
+    models = random_model(target), random_model(draft)
     models_metadata = {
-        "target": metadata(target_model, name),
-        "draft": metadata(draft_model, "llama-68m"),
+        "target": metadata(models[0], name),
+        "draft": metadata(models[1], "llama-68m"),
     }
+    target_model, draft_model = (place(model, RESIDENT) for model in models)
     return Pair(target_model, draft_model, None, models_metadata)
 
 

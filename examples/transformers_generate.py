@@ -18,18 +18,18 @@ parser.add_argument("--tree", default="smollm2-135m-epyc-2-cores-t0", help="file
 parser.add_argument("--tokens", type=int, default=64)
 options = parser.parse_args()
 
-# "resident": the models as transformers' from_pretrained loads them, nothing of ours in them
+# "resident": `module` is the model as transformers' from_pretrained loads it
 pair = load_pair(options.target, options.draft, dtype=options.dtype, placement="resident")
 messages = [{"role": "user", "content": "Explain how a refrigerator keeps food cold."}]
 prompt = pair.tokenizer.apply_chat_template(
     messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
 )
 tree = {"custom_generate": sequoia, "draft": pair.draft, "tree": load_tree(options.tree)}
-pair.target.generate(**prompt, **tree, max_new_tokens=1)  # the first call makes the decoder
+pair.target.module.generate(**prompt, **tree, max_new_tokens=1)  # the first call makes the decoder
 
 for name, arguments in (("generate alone", {}), ("with the tree", tree)):
     started = time.perf_counter()
-    output = pair.target.generate(
+    output = pair.target.module.generate(
         **prompt, **arguments, do_sample=False, max_new_tokens=options.tokens
     )
     seconds = time.perf_counter() - started

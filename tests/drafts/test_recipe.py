@@ -41,7 +41,6 @@ from drafts import golden, load, logits_of_tree, small_target, started, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
-from sequoia_plan.runtime.models.pretrained import local_folder
 
 pytestmark = pytest.mark.slow
 GOLDEN = golden("eagle3")
@@ -241,11 +240,11 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys,
     assert_decodes_exactly(loaded, plain_target)
 
 
-def test_a_head_that_is_trained_is_the_one_that_decodes(plain_target, text, tmp_path):
+def test_a_head_that_is_trained_is_the_one_that_decodes(plain_target, pair, text, tmp_path):
     """Some steps bring it nearer to the target; in the target's folder it drafts as in training."""
     recipe = ChainRecipe(512, 12, 2, held_out=2, chain=2)
-    for file in local_folder(None, torch.float32).iterdir():
-        (tmp_path / file.name).symlink_to(file)
+    plain_target.save_pretrained(tmp_path)
+    pair.tokenizer.save_pretrained(tmp_path)
     train_mtp(plain_target, text, recipe, tmp_path / "mtp.safetensors", "the target")
     loaded = load_pair(target=str(tmp_path), draft="mtp", dtype="float32")
     vocabulary = text.draft_vocabulary(plain_target.config.vocab_size, 512)

@@ -15,9 +15,8 @@ from toys import TREE
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair, sequoia
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.backends import loaded
 from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.module_state import weights
 
 pytestmark = pytest.mark.slow
 
@@ -81,8 +80,6 @@ EPSILON = "variance_epsilon"
 norm, head = weight("model.layers.1.post_attention_layernorm"), weight("lm_head")
 CHANGES = {
     "a norm, in place": lambda m, run: norm(m).copy_(-norm(m)),
-    "a norm, by data": lambda m, run: norm(m).data.neg_(),
-    "a head, by data": lambda m, run: head(m).data.neg_(),
     "data assigned": lambda m, run: setattr(head(m), "data", head(m).data.roll(1, 0)),
     "a state dict": lambda m, run: m.load_state_dict(model_of(run, 1).state_dict()),
     "a hook": lambda m, run: m.model.layers[0].mlp.register_forward_hook(lambda *a: -a[2]),
@@ -101,6 +98,10 @@ CHANGES = {
 }
 OF_TRANSFORMERS_LAYERS = ("a layer", "one more layer", "an epsilon")
 """Changes that a model with fused layers is not expected to take."""
+
+
+def is_packed(model):
+    return loaded(model).has_own_threads
 
 
 def answer(decoder):
@@ -122,7 +123,7 @@ def test_a_change_counts_or_is_refused(run, change):
     if run == "fused":
         assert fuse(model) == 3
     decoder = SequoiaDecoder(model, draft, TREE)
-    assert (compiled_pass(model) is not None) == (run == "compiled")
+    assert is_packed(model) == (run == "compiled")
     before = decoder.generate(IDS, NEW).sequences
     assert before.equal(plain_text(original, IDS, NEW))
     with torch.no_grad():
@@ -137,16 +138,21 @@ def test_a_change_counts_or_is_refused(run, change):
     assert SequoiaDecoder(model, draft, TREE).generate(IDS, NEW).sequences.equal(expected)
 
 
-@settings(max_examples=40)
-@given(st.data())
-def test_every_row_of_every_weight_is_compared(data):
-    """Where neither an address nor a version changes."""
-    model = tiny("Qwen2")
-    parameter = data.draw(st.sampled_from(list(model.parameters())))
-    before = weights(model, True)
-    assert weights(model, True) == before
-    parameter.data[data.draw(st.integers(0, len(parameter) - 1))] += 1
-    assert weights(model, True) != before
+@pytest.mark.parametrize("run", RUNS)
+def test_numbers_changed_behind_the_version_counter_need_refresh(run):
+    """As anything that holds a parameter's memory can change them."""
+    model = model_of(run)
+    if run == "fused":
+        fuse(model)
+    decoder = SequoiaDecoder(model, resembling(model), TREE)
+    before = decoder.generate(IDS, NEW).sequences
+    for change in (lambda: norm(model).data.neg_(), lambda: head(model).data.numpy().__imul__(-1)):
+        change()
+        assert decoder.generate(IDS, NEW).sequences.equal(before) or run != "compiled"
+        decoder.refresh()
+        expected = plain_text(model, IDS, NEW)
+        assert decoder.generate(IDS, NEW).sequences.equal(expected) and not expected.equal(before)
+        before = expected
 
 
 @pytest.mark.parametrize(
@@ -204,14 +210,15 @@ def test_generate_follows_changes_with_the_decoder_it_keeps():
         return text(custom_generate=sequoia, tree=TokenTree.chain(1))
 
     assert ours().equal(text())
-    model.lm_head.weight.data.neg_()
-    assert ours().equal(text()) and compiled_pass(model)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    assert ours().equal(text()) and is_packed(model)
     handle = model.model.register_forward_pre_hook(lambda *_: None)
-    assert ours().equal(text()) and not compiled_pass(model)
+    assert ours().equal(text()) and not is_packed(model)
     handle.remove()
-    assert ours().equal(text()) and not compiled_pass(model)  # the decoder runs modules
+    assert ours().equal(text()) and not is_packed(model)  # the decoder runs modules
     resize(model, VOCABULARY + 40)
-    assert ours().equal(text()) and compiled_pass(model)
+    assert ours().equal(text()) and is_packed(model)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
@@ -219,8 +226,9 @@ def test_a_copy_that_changes_before_its_first_text(copied):
     decoder = SequoiaDecoder(model_of("compiled"), None, TokenTree.chain(1))
     before = decoder.generate(IDS, NEW).sequences
     other = copied(decoder)
-    model = other.step.target.model
-    model.lm_head.weight.data.neg_()
+    model = other.step.target.module
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
     assert other.generate(IDS, NEW).sequences.equal(plain_text(model, IDS, NEW))
     assert decoder.generate(IDS, NEW).sequences.equal(before)
 
@@ -230,7 +238,7 @@ def test_a_users_model_is_not_changed():
     before = {name: (id(p), p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     modules = list(model.named_modules())
     SequoiaDecoder(model, resembling(model), TREE).generate(IDS, NEW)
-    assert compiled_pass(model) and modules == list(model.named_modules())
+    assert is_packed(model) and modules == list(model.named_modules())
     for name, parameter in model.named_parameters():
         identity, address, value = before[name]
         assert (id(parameter), parameter.data_ptr()) == (identity, address)
@@ -240,10 +248,10 @@ def test_a_users_model_is_not_changed():
 
 def test_without_memory_for_a_copy_pytorch_runs_the_model(monkeypatch):
     model = model_of("compiled")
-    monkeypatch.setattr("sequoia_plan.runtime.offload.memory.free_memory", lambda device: 1000)
+    monkeypatch.setattr(f"{loaded.__module__}.free_memory", lambda device: 1000)
     with pytest.warns(UserWarning, match=r"qwen3: PyTorch runs it, because a copy .* 1 kB are"):
         decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
-    assert not compiled_pass(model)
+    assert not is_packed(model)
     assert decoder.generate(IDS, NEW).sequences.equal(plain_text(model, IDS, NEW))
 
 
@@ -267,10 +275,10 @@ def test_fused_models_are_saved_and_loaded_as_they_came(name, tmp_path):
 
 def test_an_eagle_draft_that_changes_is_packed_anew():
     pair = load_pair()
-    drafter_pass = compiled_pass(pair.draft)
     decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
     steps = decoder.generate(IDS, NEW).steps
-    packed = drafter_pass.runner
-    pair.draft.fc.weight.data.zero_()
-    pair.draft.lm_head.weight.data.neg_()
-    assert decoder.generate(IDS, NEW).steps > steps and drafter_pass.runner is not packed
+    packed = pair.draft.packed.runner
+    with torch.no_grad():
+        pair.draft.fc.weight.zero_()
+        pair.draft.lm_head.weight.neg_()
+    assert decoder.generate(IDS, NEW).steps > steps and pair.draft.packed.runner is not packed

@@ -14,8 +14,9 @@ from transformers import LlamaConfig
 from drafts import PARTS, layer_settings, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Pair, SequoiaDecoder
+from sequoia_plan.runtime.backends import RESIDENT, place
 from sequoia_plan.runtime.draft.draft_file import build_draft, save_draft
-from sequoia_plan.runtime.pair import add_draft
+from sequoia_plan.runtime.pair import with_draft
 
 TARGET = small_target()
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -60,7 +61,8 @@ def parts(request, tmp_path):
 def error_of(source):
     """The error of a draft, or "" if it decodes what the target says."""
     try:
-        pair = add_draft(Pair(TARGET, None, None, {"target": {"name": "target"}}), source)
+        target = place(TARGET, RESIDENT)
+        pair = with_draft(Pair(target, None, None, {"target": target.metadata()}), source)
         decoder = SequoiaDecoder(TARGET, pair.draft, TokenTree.chain(2))
         assert decoder.generate(PROMPT, 4).sequences.equal(TEXT)
     except SequoiaPlanError as error:

@@ -4,6 +4,8 @@ import json
 import random
 import re
 import shutil
+import struct
+from functools import partial
 
 import gguf
 import numpy as np
@@ -15,8 +17,10 @@ from transformers import AutoTokenizer
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import load_pair
-from sequoia_plan.runtime.models.compiled_passes import compiled_pass
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.models.gguf import transformers_name
 from sequoia_plan.runtime.models.gguf_config import read_config
+from sequoia_plan.runtime.models.gguf_file import read_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -28,6 +32,15 @@ NAMES = {
 }  # fmt: skip
 """transformers' names -> those of GGUF files."""
 IDS = torch.arange(24)[None]
+SPLIT = "split.count"
+
+
+def logits_of(pair, positions=IDS[0]):
+    """What the target's pass gives for IDS, float [24, vocabulary]."""
+    slots, cache = IDS[0], pair.target.new_cache(160)
+    mask = additive_mask(slots <= slots[:, None], pair.target.dtype)
+    with torch.inference_mode():
+        return pair.target(cache, IDS[0], positions, slots, mask).logits
 
 
 def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
@@ -70,7 +83,7 @@ def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
 def add_metadata(writer, architecture, settings):
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in settings.items():
-        add[type(value)](f"{architecture}.{key}", value)
+        add[type(value)](key if key == SPLIT else f"{architecture}.{key}", value)
     tokens = [chr(256 + number) for number in range(settings["vocab_size"])]
     tokens[2] = tokens[0] + tokens[1]
     writer.add_tokenizer_model("gpt2")
@@ -100,12 +113,13 @@ def whole(model, tmp_path_factory):
     return folder
 
 
+load = partial(load_pair, dtype="float32")
 PATHS = {
-    "resident": lambda folder, whole: load_pair(folder, "none", placement="resident"),
-    "fused": lambda folder, whole: load_pair(folder, "none", placement="fused"),
-    "compiled": lambda folder, whole: load_pair(folder, "none"),
-    "streamed": lambda folder, whole: load_pair(folder, "none", offload="disk", memory="1GB"),
-    "draft": lambda folder, whole: load_pair(whole, folder),
+    "resident": lambda folder, whole: load(folder, "none", placement="resident"),
+    "fused": lambda folder, whole: load(folder, "none", placement="fused"),
+    "compiled": lambda folder, whole: load(folder, "none"),
+    "streamed": lambda folder, whole: load(folder, "none", offload="disk", memory="1GB"),
+    "draft": lambda folder, whole: load(whole, folder),
 }
 """Every way in which a model is loaded."""
 
@@ -133,24 +147,20 @@ def test_a_tensor_of_a_checkpoint(whole, tmp_path, monkeypatch, path, damage):
     named = named or min(changed.keys() - tensors.keys())
     with pytest.raises(SequoiaPlanError, match=f"damaged: .*tensor {named}"):
         PATHS[path](str(folder), str(whole))
-    assert not list(tmp_path.rglob("*.weights"))
+    assert not list(tmp_path.glob("cache/damaged*"))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     pair = PATHS[path](str(folder), str(whole))
     assert pair.target is not None
 
 
-@pytest.mark.parametrize("placement", ["resident", "streamed"])
-def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, placement):
-    """It is used, as by transformers, or refused by name."""
+@pytest.mark.parametrize("path", ["resident", "compiled", "streamed"])
+def test_a_head_of_its_own_where_the_config_ties_it(whole, model, tmp_path, path):
+    """It is used, as by transformers."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    if placement == "streamed":
-        with pytest.raises(SequoiaPlanError, match=r"tensor lm_head.weight differs from model"):
-            load_pair(str(tmp_path), "none", offload="disk", memory="1GB")
-    else:
-        loaded = load_module(str(tmp_path), "cpu", torch.float32)[0]
-        assert loaded(IDS).logits.equal(model(IDS).logits)
+    pair = PATHS[path](str(tmp_path), None)
+    assert torch.allclose(logits_of(pair), model(IDS).logits[0], atol=1e-3)
 
 
 def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
@@ -158,6 +168,75 @@ def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert load_module(str(tmp_path), "cpu", torch.float32)[0](IDS).logits.equal(model(IDS).logits)
+
+
+def with_number(data, after, offset, value, form):
+    """A file's bytes with a number in them changed, so many bytes after a text."""
+    changed = bytearray(data)
+    struct.pack_into(form, changed, data.index(after) + len(after) + offset, value)
+    return bytes(changed)
+
+
+BROKEN = {
+    "no bytes": (lambda data: b"", "does not begin with GGUF"),
+    "of another kind": (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
+    "a later version": (lambda data: with_number(data, b"GGUF", 0, 9, "<I"), "version 9"),
+    "cut off in the metadata": (lambda data: data[:200], "it ends at"),
+    "cut off in a tensor": (lambda data: data[:-9], "inside tensor output.weight"),
+    "an array without end": (
+        lambda data: with_number(data, b"ggml.tokens", 8, 1 << 60, "<Q"),
+        "array of 1152921504606846976 values",
+    ),
+    "a text without end": (
+        lambda data: with_number(data, b"ggml.model", 4, 1 << 60, "<Q"), "it ends at"
+    ),
+    "metadata without end": (
+        lambda data: with_number(data, b"GGUF", 12, 1 << 60, "<Q"), "it ends at"
+    ),
+    "a value of no type": (
+        lambda data: with_number(data, b"ggml.model", 0, 99, "<I"), "unknown type 99"
+    ),
+    "a tensor of no type": (
+        lambda data: with_number(data, b"output_norm.weight", 12, 99, "<I"), "ggml's type 99"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_whole_gguf_file(model, tmp_path, name):
+    change, message = BROKEN[name]
+    write_gguf(tmp_path / "m.gguf", model)
+    (tmp_path / "m.gguf").write_bytes(change((tmp_path / "m.gguf").read_bytes()))
+    with pytest.raises(SequoiaPlanError, match=rf"m\.gguf: no whole .*{message}.*get it again"):
+        load_pair(str(tmp_path / "m.gguf"), "none")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_bytes_of_a_gguf_file(model, tmp_path, seed):
+    """One line that names the file, or a model."""
+    path, chance = tmp_path / "m.gguf", random.Random(seed)
+    write_gguf(path, model)
+    whole, errors = path.read_bytes(), []
+    for _ in range(12):
+        data = bytearray(whole)
+        for _ in range(3):
+            end = len(data) if chance.random() < 0.2 else 2000
+            data[chance.randrange(end)] = chance.randrange(256)
+        path.write_bytes(data)
+        try:
+            load_pair(str(path), "none")
+        except SequoiaPlanError as error:
+            errors.append(str(error))
+    assert errors and all("m.gguf" in error and "\n" not in error for error in errors)
+
+
+def test_a_part_of_a_split_gguf_file_and_a_name_in_capitals(model, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model, metadata={SPLIT: 2})
+    with pytest.raises(SequoiaPlanError, match="one of 2 parts of a model; merge them"):
+        load_pair(path, "none")
+    path = write_gguf(tmp_path / "M.GGUF", model)
+    pair = load(path, path)
+    assert torch.allclose(logits_of(pair), model(IDS).logits[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("part", range(0, 21, 3))
@@ -169,8 +248,8 @@ def test_a_tensor_that_a_gguf_file_lacks(model, tmp_path, part):
         name = "output_norm.weight"
     write_gguf(path, model, without=[name])
     with pytest.raises(SequoiaPlanError, match=r"m\.gguf: has no tensor model"):
-        load_module(str(path), "cpu", torch.float32)
-    assert not list((tmp_path / "cache").iterdir())
+        load_pair(str(path), "none")
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -229,14 +308,7 @@ def test_rotary_embeddings_are_scaled_as_the_gguf_file_says(tmp_path, kind, plac
     positions = IDS * 6  # as far as the context
     expected = model(IDS, position_ids=positions).logits
     assert not torch.allclose(expected, tiny("Llama", **SIZES)(IDS, position_ids=positions).logits)
-    if placement == "compiled":
-        assert pair.placement == "compiled"
-        target, mask = compiled_pass(pair.target), torch.full((24, 24), -1.0).triu(1)
-        cache = target.new_cache(160, counts_positions=False)
-        logits = target(cache, IDS[0], positions[0], IDS[0], mask)[0]
-    else:
-        logits = pair.target(IDS, position_ids=positions).logits[0]
-    assert torch.allclose(logits, expected[0], atol=1e-3)
+    assert torch.allclose(logits_of(pair, positions[0]), expected[0], atol=1e-3)
 
 
 NO_PLACE = {
@@ -251,7 +323,7 @@ NO_PLACE = {
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("name", NO_PLACE)
 def test_what_a_model_has_no_place_for(whole, model, tmp_path, name, role):
-    value, metadata, tensors, named = NO_PLACE[name], {}, {}, name
+    value, metadata, tensors, named = NO_PLACE[name], {}, {}, transformers_name(name)
     if name.endswith(("weight", "bias")):
         tensors = {name: np.full(value, 4, np.float32)}
     else:
@@ -259,7 +331,7 @@ def test_what_a_model_has_no_place_for(whole, model, tmp_path, name, role):
     path = write_gguf(tmp_path / "m.gguf", model, "F32", metadata, tensors)
     with pytest.raises(SequoiaPlanError, match=re.escape(named)):
         load_pair(path, "none") if role == "target" else load_pair(str(whole), path)
-    assert not list((tmp_path / "cache").iterdir())
+    assert not list(tmp_path.glob("cache/m-*"))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +342,7 @@ def test_what_a_model_has_no_place_for(whole, model, tmp_path, name, role):
         "gemma2 attn_logit_softcapping 9.0 attn_logit_softcapping",
         "gemma2 final_logit_softcapping 9.0 final_logit_softcapping",
         "gemma3 final_logit_softcapping 9.0 final_logit_softcapping",
-        "qwen3 attention.key_length 9 head_dim",
+        "qwen3 attention.key_length 10 head_dim",
         "qwen2moe expert_feed_forward_length 9 moe_intermediate_size",
         "stablelm rope.freq_base 9.0 rope_theta",
         "falcon feed_forward_length 9 ffn_hidden_size",
@@ -282,11 +354,12 @@ def test_settings_that_transformers_does_not_read(tmp_path, setting):
     architecture, key, text, name = setting.split()
     value = json.loads(text)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
-    add_metadata(writer, architecture, {"vocab_size": 300, "block_count": 2, key: value})
+    sizes = {"vocab_size": 300, "block_count": 2, "embedding_length": 64, "attention.head_count": 4}
+    add_metadata(writer, architecture, sizes | {key: value})
     for tensor in "ab":
         writer.add_tensor(tensor, np.ones(1, np.float32))
     write(writer)
-    config = read_config(tmp_path / "m.gguf")
+    config = read_config(read_gguf(tmp_path / "m.gguf"))
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert (rope | config.to_dict())[name] == value
 

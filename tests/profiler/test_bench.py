@@ -31,7 +31,8 @@ from sequoia_plan.profiler.bench import compare, make_methods
 from sequoia_plan.profiler.bench_figures import TITLES, summary
 from sequoia_plan.profiler.decoding_methods import PromptRun, with_full_vocabulary
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, context_remarks
+from sequoia_plan.runtime.backends import RESIDENT, place
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, _remarks
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,7 @@ def models():
     draft.lm_head = head
     draft.register_buffer("d2t", d2t, persistent=False)
     tokenizer = SimpleNamespace(eos_token_id=None, chat_template=None)
+    target, draft = place(target, RESIDENT), place(draft, RESIDENT)
     return Pair(target, draft, tokenizer, {"target": {"name": "t"}, "draft": {"name": "d"}})
 
 
@@ -84,7 +86,7 @@ def texts(models, monkeypatch):
         monkeypatch.setattr(owner, "generate", remembering)
 
     remember(SequoiaDecoder)
-    remember(type(models.target))
+    remember(type(models.target.module))
     return returned
 
 
@@ -102,7 +104,7 @@ def test_greedy_methods_say_the_same(models, texts):
         assert run.passes == 24 if name in ("plain", "generate") else run.passes <= 24, name
     assert all(text == said[0] for text in said)
     assert runs["sequoia"].passes < 24 and runs["assisted"].passes < 24
-    assert not models.target._forward_pre_hooks
+    assert not models.target.module._forward_pre_hooks
 
 
 @pytest.mark.parametrize(
@@ -113,12 +115,12 @@ def test_a_models_own_generation_config_counts_in_no_method(
     models, texts, name, value, monkeypatch
 ):
     """In `generate` it counts."""
-    target, ids = models.target, torch.arange(3, 20)[None]
+    target, ids = models.target.module, torch.arange(3, 20)[None]
     greedy = plain_text(target, ids, 24)
     value = value or greedy[0, 17:21].tolist()
     monkeypatch.setattr(target.generation_config, name, value)
     assert not plain_text(target, ids, 24).equal(greedy)
-    [remark] = context_remarks(target)
+    [remark] = _remarks(models.target)
     assert remark.startswith(f"target: its generation config has {name} {value}")
     for decode in make_methods(models, models, TREES, Sampling(), 24).values():
         decode(ids[0].tolist(), 0)
@@ -129,13 +131,14 @@ def test_a_models_own_generation_config_counts_in_no_method(
 
 def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
     ids = torch.arange(5)[None]
-    before = models.draft(ids).logits
-    wide = with_full_vocabulary(models.draft)(ids).logits
+    draft = models.draft.module
+    before = draft(ids).logits
+    wide = with_full_vocabulary(draft)(ids).logits
     assert wide.shape[-1] == models.target.config.vocab_size
-    assert wide[..., models.draft.d2t].equal(before)
+    assert wide[..., draft.d2t].equal(before)
     assert wide.isneginf().sum() == wide.numel() - before.numel()
-    assert models.draft(ids).logits.equal(before)
-    assert with_full_vocabulary(models.target) is models.target
+    assert draft(ids).logits.equal(before)
+    assert with_full_vocabulary(models.target.module) is models.target.module
 
 
 @pytest.mark.parametrize(
