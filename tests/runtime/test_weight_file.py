@@ -33,17 +33,13 @@ from streamed import (
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.backends.modules import offloaded_target
-from sequoia_plan.runtime.backends.packed import from_file
 from sequoia_plan.runtime.models.stored import Source
-from sequoia_plan.runtime.offload import disk_stream
+from sequoia_plan.runtime.offload import disk_stream, weight_file
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, Place, WeightFile, write_weights
 
 SIZES = {"packed": dict(head_dim=32, hidden_size=64, intermediate_size=80), "modules": {}}
 """The packed pass takes no smaller heads."""
-MODULES = (from_file, offloaded_target)
-"""Those that write files."""
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
@@ -278,8 +274,7 @@ def test_two_processes_make_one_file(folder, tmp_path):
             time.sleep(0.3)
             write_weights(path, *arguments)
 
-        for module in MODULES:
-            module.write_weights = noted
+        weight_file.write_weights = noted
         assert tokens(streamed(folder)).equal(expected)
 
     assert [*map(status_of, [fork(load) for _ in range(2)])] == [0, 0]
@@ -324,14 +319,12 @@ def test_a_full_disk_while_the_file_is_written(folder):
     assert {path.suffix for path in cached_files()} == {".lock"}
 
 
-def test_a_finished_file_is_neither_locked_nor_written(tmp_path, monkeypatch):
+def test_a_finished_file_is_neither_locked_nor_written(folder, monkeypatch):
     """So it loads from a folder where nobody may write, also after its model was touched."""
-    folder = save_models(tmp_path, **SIZES["packed"])
-    expected = tokens(in_memory(folder))
-    monkeypatch.setattr(from_file, "exclusive_lock", lambda path: pytest.fail("locked"))
+    expected = tokens(streamed(folder))
+    monkeypatch.setattr(weight_file, "exclusive_lock", lambda path: pytest.fail("locked"))
     os.utime(folder / "target" / "model.safetensors")
-    for pair in (in_memory(folder), streamed(folder)):
-        assert tokens(pair).equal(expected)
+    assert tokens(streamed(folder)).equal(expected)
 
 
 def test_threads_and_files_end_with_the_model(folder):
