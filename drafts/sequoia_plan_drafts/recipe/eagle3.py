@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.backends import RESIDENT, place
+from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.eagle3_folder import write_eagle3
@@ -95,7 +95,7 @@ def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
     config.num_key_value_heads = config.num_attention_heads
     draft: Any = Eagle3(
         config=config,
-        target=place(target, RESIDENT),
+        target=backends.place(target, backends.RESIDENT),
         aux_hidden_state_layers=eagle3_default_layers(target.config.num_hidden_layers),
         d2t=d2t,
         has_embeddings=False,
@@ -163,7 +163,9 @@ def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:
     checkpoint = find_checkpoint(folder)
     draft: Any = None
     if checkpoint:
-        draft = load_checkpoint(checkpoint, place(target, RESIDENT), torch.float32)
+        draft = load_checkpoint(
+            checkpoint, backends.place(target, backends.RESIDENT), torch.float32
+        )
     layers = eagle3_default_layers(target.config.num_hidden_layers)
     norms = (Eagle3Norms(), Eagle3Norms(before_residual=True))  # what `write_eagle3` can write
     if (

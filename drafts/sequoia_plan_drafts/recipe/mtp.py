@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch.nn.functional import linear
 
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.runtime.backends import RESIDENT, place
+from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.draft.mtp import build_mtp
 from sequoia_plan_drafts.recipe.eagle3 import FINAL_NORM_SCALE, ChainRecipe, chain_logits
 from sequoia_plan_drafts.recipe.training import Training
@@ -65,4 +65,4 @@ def untrained_head(target: Any) -> Any:
         "pre_fc_norm_hidden.weight": torch.ones(width),
         "fc.weight": torch.cat([identity, HIDDEN_STATE_SCALE * identity], 1),
     }
-    return build_mtp(place(target, RESIDENT), [tensors]).requires_grad_(True)
+    return build_mtp(backends.place(target, backends.RESIDENT), [tensors]).requires_grad_(True)
