@@ -138,6 +138,46 @@ def texts(results: Path) -> Iterator[str]:
             yield row(dtype.replace("auto", "the file's bits"), text, *shown)
 
 
+def sizes(results: Path) -> Iterator[str]:
+    """Loading, memory and passes of a pair of files, beside what was aimed at."""
+    if not (results / "sizes.json").exists():  # it needs files that are fetched
+        return
+    report = read(results, "sizes")
+    loads, all_bytes = report["loads"], sum(report["files"].values())
+    first, later = loads["first"], loads["later"]
+
+    def shown(quartiles: list[float], digits: int = 1) -> str:
+        middle, low, high = (f"{value:.{digits}f}" for value in quartiles)
+        return f"{middle} ({low} to {high})"
+
+    yield f"{report['processor']}, {report['threads']} threads; {', '.join(report['files'])}."
+    yield ""
+    yield from header("", "measured", "aim")
+    yield row("first load of both files, s", f"{first['seconds']:.1f}", "10")
+    yield row("later loads, s", shown(later["seconds"]), "2")
+    for name, memory in (("first", first["peak_mb"]), ("later", later["peak_mb"][0])):
+        parts = f"{memory:.0f} MB, {1e6 * memory / all_bytes:.2f} times the files"
+        yield row(f"loading and decoding, {name} time, peak memory", parts, "1.25 times")
+    yield row("of it no file's, later", f"{later['anonymous_mb'][0]:.0f} MB", "")
+    cache = f"{loads['cache_bytes'] / all_bytes:.3f} times the files"
+    yield row("cache folder", cache, "1.05 times")
+    yield row("bandwidth of memory, GB/s", shown(report["bandwidth_gb"]), "")
+    for role, aims in (("target", ("1010", ".85")), ("draft", ("", ""))):
+        yield row(f"{role}'s pass, MB", f"{report[role]['pass_bytes'] / 1e6:.0f}", aims[0])
+        share = shown(report[role]["share_of_bandwidth"], 2)
+        yield row(f"{role}'s pass of one row, share of bandwidth", share, aims[1])
+    aims = {"target 1": "1.6", "target 8": "2", "target 16": "2.2", "draft 1": "1.5"}
+    aims["prompt 512"] = "1.6"
+    yield ""
+    yield from header("pass, rows", "ms", "llama.cpp, ms", "times as fast", "aim")
+    for role, by_rows in report["passes"].items():
+        for number, times in by_rows.items():
+            theirs = shown(times["llamacpp_ms"]) if "llamacpp_ms" in times else ""
+            ratio = shown(times["times_as_fast"], 2) if theirs else ""
+            title = f"{role} {number}"
+            yield row(title, shown(times["ms"]), theirs, ratio, aims.get(title, ""))
+
+
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "machine": machine,
     "speeds": speeds,
@@ -146,4 +186,5 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "prompts": partial(passes, of_prompts=True),
     "contexts": contexts,
     "texts": texts,
+    "sizes": sizes,
 }

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from reports import new_parser, spread, write_report
 
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import load_pair
-from sequoia_plan.runtime.backends.modules.probe import probe
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.threads import one_thread_of_torch
 from sequoia_plan.runtime.models.gguf import embedded_gguf
@@ -45,7 +45,7 @@ MODELS = {
 }
 
 
-def timed_pass(model: TreeModel, rows: int, context: int) -> Callable[[], float]:
+def timed_pass(model: LoadedModel, rows: int, context: int) -> Callable[[], float]:
     """A function that runs passes one after the other and returns the seconds of one."""
     extent = context + rows
     cache = model.new_cache(extent)
@@ -55,7 +55,7 @@ def timed_pass(model: TreeModel, rows: int, context: int) -> Callable[[], float]
 
     def run() -> float:
         time.sleep(PAUSE)
-        with one_thread_of_torch(model.compiled_pass is not None):
+        with one_thread_of_torch(model.has_own_threads):
             model(cache, tokens, slots, slots, mask)  # wakes the threads
             start = time.perf_counter()
             for _ in range(REPEATS):
@@ -66,34 +66,36 @@ def timed_pass(model: TreeModel, rows: int, context: int) -> Callable[[], float]
     return run
 
 
-def timed_prompt(model: TreeModel, length: int, context: int) -> Callable[[], float]:
+def timed_prompt(model: LoadedModel, length: int, context: int) -> Callable[[], float]:
     """A function that reads a prompt and returns the seconds."""
     cache, tokens = model.new_cache(length), torch.arange(1000, 1000 + length)
 
     def run() -> float:
         start = time.perf_counter()
-        if model.compiled_pass:
+        if model.has_own_threads:
             with one_thread_of_torch(True):
                 model.prefill(cache, tokens)
         else:
-            model.model(tokens[None], logits_to_keep=1)
+            model.module(tokens[None], logits_to_keep=1)
         return time.perf_counter() - start
 
     return run
 
 
-def llamacpp_seconds(program: str, threads: int, context: int) -> dict[int, float]:
+def llamacpp_seconds(
+    program: str, file: Path, sizes: Sequence[int], threads: int, context: int
+) -> dict[int, float]:
     """Seconds of llama.cpp's pass over each number of rows, by its own benchmark."""
-    sizes, repeats = ",".join(map(str, ROWS if context else PROMPTS)), REPEATS if context else 1
-    options = ["-p", sizes, "-n", "0", "-d", str(context), "-t", str(threads), "-r", str(repeats)]
-    command = [program, "-m", str(embedded_gguf()), *options, "-o", "json"]
+    options = {"-m": file, "-p": ",".join(map(str, sizes)), "-n": 0, "-d": context}
+    options |= {"-t": threads, "-r": REPEATS if context else 1, "-o": "json"}
+    command = [program, *(str(word) for option in options.items() for word in option)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return {test["n_prompt"]: test["avg_ns"] / 1e9 for test in json.loads(result.stdout)}
 
 
 @torch.inference_mode()
 def milliseconds(
-    models: dict[str, TreeModel], context: int, threads: int, rounds: int, llama_bench: str | None
+    models: dict[str, LoadedModel], context: int, threads: int, rounds: int, llama_bench: str | None
 ) -> dict[str, Any]:
     """By way and number of rows: the pass's milliseconds, and its ratio to ours with one row."""
     passes = {
@@ -106,7 +108,9 @@ def milliseconds(
         for key, run in passes.items():
             seconds.setdefault(key, []).append(run())
         if llama_bench:
-            for rows, taken in llamacpp_seconds(llama_bench, threads, context).items():
+            sizes = ROWS if context else PROMPTS
+            taken_by_rows = llamacpp_seconds(llama_bench, embedded_gguf(), sizes, threads, context)
+            for rows, taken in taken_by_rows.items():
                 seconds.setdefault((LLAMACPP, rows), []).append(taken)
     figures: dict[str, Any] = {}
     for (name, rows), taken in seconds.items():
@@ -132,9 +136,8 @@ def main() -> None:
         torch.set_num_threads(threads)
         models = {}
         for name, settings in MODELS.items():
-            target = load_pair(draft="none", **settings).target
-            layout = None if name.startswith("compiled") else probe(target)
-            models[name] = TreeModel(target, layout)
+            models[name] = load_pair(draft="none", **settings).target
+            models[name].backend.prepare(())
         for context in options.context or [128, 2048, 0]:
             setting = f"{threads} threads, {context} slots of context"
             figures[setting] = milliseconds(
