@@ -140,6 +140,8 @@ def texts(results: Path) -> Iterator[str]:
 
 def sizes(results: Path) -> Iterator[str]:
     """Loading, memory and passes of a pair of files, beside what was aimed at."""
+    if not (results / "sizes.json").exists():  # it needs files that are fetched
+        return
     report = read(results, "sizes")
     loads, all_bytes = report["loads"], sum(report["files"].values())
     first, later = loads["first"], loads["later"]

@@ -233,19 +233,6 @@ def test_a_copy_that_changes_before_its_first_text(copied):
     assert decoder.generate(IDS, NEW).sequences.equal(before)
 
 
-def test_a_users_model_is_not_changed():
-    model = model_of("compiled")
-    before = {name: (id(p), p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
-    modules = list(model.named_modules())
-    SequoiaDecoder(model, resembling(model), TREE).generate(IDS, NEW)
-    assert is_packed(model) and modules == list(model.named_modules())
-    for name, parameter in model.named_parameters():
-        identity, address, value = before[name]
-        assert (id(parameter), parameter.data_ptr()) == (identity, address)
-        assert parameter.equal(value)
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 def test_without_memory_for_a_copy_pytorch_runs_the_model(monkeypatch):
     model = model_of("compiled")
     monkeypatch.setattr(f"{loaded.__module__}.free_memory", lambda device: 1000)

@@ -1,21 +1,16 @@
 """Generated command lines, and damaged files under them: each ends in its work or in one line."""
 
 import itertools
-import json
 import random
 import re
 import resource
 import shutil
-from copy import deepcopy
 from types import SimpleNamespace
 
 import click
 import pytest
-import yaml
 from architectures import tiny
 from click.testing import CliRunner
-from safetensors.numpy import load, save
-from strategies import places
 
 from sequoia_plan.artifacts import Acceptance, Counts, Latency, Profile, SequoiaPlanError
 from sequoia_plan.artifacts.counts import ClassCounts
@@ -231,68 +226,6 @@ def test_an_output_never_replaces_what_it_is_made_from(here, mode):
 
 
 COUNT = 40
-ODD = [None, True, False, 0, 1, -1, 2, 0.5, 1e308, 5e-324, -0.0, 2**53, 10**30, "", "x", "é" * 99]
-ODD += [[], {}, [[]], [0.5], [1, 2, 3], {"x": 1}, [[0.5, 0.2], [0.1]], float("nan"), float("inf")]
-
-
-def damage(document, rng):
-    """A copy of a document with one to three places changed, removed, or filled from others."""
-    document = deepcopy(document)
-    for _ in range(rng.randrange(1, 4)):
-        if not (choices := [place for place in places(document) if place]):
-            break
-        *path, key = rng.choice(choices)
-        parent = document
-        for step in path:
-            parent = parent[step]
-        kind = rng.random()
-        if kind < 0.15:
-            del parent[key]
-        elif kind < 0.3 and isinstance(parent[key], (int, float)):
-            parent[key] *= rng.choice([-1, 0, 1e-9, 1e9, 1e300])
-        else:
-            parent[key] = deepcopy(rng.choice(ODD))
-    return document
-
-
-def read_header(data):
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["sequoia_plan"])
-
-
-READERS = {
-    "profile.yaml": ["solve"],
-    "p.json": ["tokens"],
-    "t": ["show", "nxd", "plot"],
-    "n.json": ["import"],
-}
-"""Ways that read each file."""
-
-
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_damaged_files(here, name):
-    """Each number of a tree's plan as the largest and the smallest; and any damage anywhere."""
-    rng = random.Random(name)
-    data = (here / name).read_bytes()
-    document = read_header(data) if name == "t" else yaml.safe_load(data)
-    damaged = [damage(document, rng) for _ in range(COUNT)]
-    (here / "made").write_text("before")
-    if name == "t":
-        numbers = [key for key, value in document["plan"].items() if isinstance(value, float)]
-        damaged += [
-            document | {"plan": document["plan"] | {key: value}}
-            for key in numbers
-            for value in (1e308, 5e-324)
-        ]
-    for number, changed in enumerate(damaged):
-        if name == "t":
-            (here / name).write_bytes(save(load(data), {"sequoia_plan": json.dumps(changed)}))
-        else:
-            (here / name).write_text(json.dumps(changed))
-        for mode in READERS[name][: 2 + (number % 8 == 0)]:
-            checked(here, MODES[mode])
-            checked(here, [*MODES[mode], *["--json"] * (mode == "show")])
 
 
 @pytest.mark.parametrize("room", [0, 20, 200, 4000])

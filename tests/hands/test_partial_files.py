@@ -178,9 +178,7 @@ def with_number(data, after, offset, value, form):
 
 
 BROKEN = {
-    "no bytes": (lambda data: b"", "does not begin with GGUF"),
     "of another kind": (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
-    "a later version": (lambda data: with_number(data, b"GGUF", 0, 9, "<I"), "version 9"),
     "cut off in the metadata": (lambda data: data[:200], "it ends at"),
     "cut off in a tensor": (lambda data: data[:-9], "inside tensor output.weight"),
     "an array without end": (

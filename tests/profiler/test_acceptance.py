@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from enumeration import exact_acceptance
-from toys import PROMPTS, ToyModel, toy_pair
+from toys import PROMPTS, toy_pair
 
 from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.counts import MAX_KINDS, ClassCounts
@@ -91,19 +91,6 @@ def yields_of_steps(pair, tree, sampling, steps_per_prompt):
     )
 
 
-def test_computing_agrees_with_counting_where_every_position_is_alike():
-    """Counted while decoding with two children. Other draws (the control) give other figures."""
-    pair = toy_pair(constant=True)
-    counted = yields_of_steps(pair, TokenTree.star(2), PLAIN_RULE, 150) - 1
-    error = counted.std() / len(counted) ** 0.5
-    for sampling, agrees in (
-        (PLAIN_RULE, True),
-        (replace(PLAIN_RULE, draft_temperature=4.0), False),
-    ):
-        computed = rate(measured(pair, sampling, tokens_per_prompt=60))[:2].sum()
-        assert (abs(computed - counted.mean()) < 4 * error) == agrees
-
-
 @pytest.mark.slow
 def test_traversal_is_measured_as_it_accepts_in_a_tree():
     """The levels predict the tokens a step that decoding yields.
@@ -123,18 +110,6 @@ def test_traversal_is_measured_as_it_accepts_in_a_tree():
     )
     assert traversal == pytest.approx(yields.mean(), abs=4 * error)
     assert sequoia < yields.mean() - 4 * error
-
-
-def test_levels_are_those_of_the_decoded_tree():
-    """A perfect greedy draft: every step goes down the first children of the tree, five levels."""
-    target = ToyModel(0, context=512)
-    pair = replace(toy_pair(), target=target, draft=target)
-    observed = measured(pair, Sampling(), PROMPTS[:2], tokens_per_prompt=50)
-    # ten steps of five tokens, and the root of the next one; all on the spine
-    assert observed.trials.tolist() == [[[11, 0], [10, 0], [10, 0], [20, 0]]] * 2
-    assert (observed.counts[..., 0] == observed.trials).all()
-    assert observed.counts[..., 1:].sum() == 0
-    assert observed.totals().trials.sum(1).tolist() == [22, 20, 20, 40]
 
 
 def classes_decoded(pair, sampling, tokens, class_of):

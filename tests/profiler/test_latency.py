@@ -23,7 +23,7 @@ from sequoia_plan.profiler.latency import MAX_ROUNDS, MIN_ROUNDS, LatencyMeter
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.size_timer import MAX_OVERHEAD_SIZE, SizeTimer
 from sequoia_plan.profiler.timing import drift_free_quartiles
-from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_time
+from sequoia_plan.profiler.verification import VerificationTimer, fit
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 
@@ -83,17 +83,6 @@ def test_every_size_with_quartiles(meter, monkeypatch):
     assert (result.overhead, result.context, result.out_of_memory) == (0.00002, 20, None)
     # a size of k plain passes takes part in one round of k
     assert result.samples == {1: 5, 2: 3, 3: 2, 4: 2} and MIN_ROUNDS == 5
-
-
-def test_all_sizes_share_one_sequence(pair, monkeypatch):
-    """The KV caches exist once, and each size has a step of its own; the context is text."""
-    monkeypatch.setattr(latency, "SIZES", SIZES)
-    meter = LatencyMeter(pair, WARM, 7, texts=[[1, 2], [3]])
-    assert meter.prompt.tolist() == [1, 2, 3, 1, 2, 3, 1]
-    meter.begin(1e9)
-    steps = [timer.step for timer in (*meter.timers, *meter.verification_timers)]
-    assert len({id(step) for step in steps}) == len(SIZES) + len(meter.verification_timers)
-    assert all(step.sequence is meter.step.sequence for step in steps)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 13])
@@ -171,19 +160,6 @@ def test_verification_is_fitted_to_the_times_of_trees(pair, costs, monkeypatch):
     cost = finished(LatencyMeter(pair, WARM, 20, max_size=8)).verification
     assert (cost.base, cost.by_node) == pytest.approx(costs, abs=1e-9)
     assert cost.lookup == pytest.approx(0.001)
-
-
-def test_trees_to_verify_are_chains_and_wide_and_fit():
-    trees = trees_to_time(max_nodes=64, max_children=100)
-    assert [(tree.size, tree.branching) for tree in trees] == [
-        (1, 0),
-        (2, 1),
-        (8, 1),
-        (8, 3),
-        (64, 3),
-    ]
-    assert all(tree.depth <= 3 for tree in trees_to_time(1024, 100, max_depth=3))
-    assert all(tree.branching <= 2 for tree in trees_to_time(1024, 2))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from enumeration import exact_acceptance, normalised, without_replacement
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import PROMPTS, ToyModel, naive_match, toy_pair
+from toys import PROMPTS, naive_match, toy_pair
 
 from sequoia_plan.artifacts import lookup as lookup_artifact
 from sequoia_plan.artifacts.lookup import (
@@ -19,12 +18,9 @@ from sequoia_plan.artifacts.lookup import (
     class_of,
     limited_texts,
     read_positions,
-    share_with_match,
 )
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load, measuring_half
-from sequoia_plan.profiler import forced
 from sequoia_plan.profiler.children import DrawnChildren
-from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.profiler.lookup_counts import (
     CHAIN,
     LEVELS_AFTER_CHAIN,
@@ -36,7 +32,7 @@ from sequoia_plan.profiler.lookup_counts import (
 )
 from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS
-from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime import Sampling
 
 pytestmark = pytest.mark.slow
 texts = st.tuples(
@@ -118,24 +114,6 @@ def test_trials_follow_the_definition(drawn, random):
     ]
 
 
-class ScriptedModel(ToyModel):
-    """Its logits after the token at position i put the tokens `script[i]` first, in that order."""
-
-    def __init__(self, script, vocabulary):
-        super().__init__(0, vocabulary=vocabulary)
-        self.script = torch.zeros(64, vocabulary)
-        for position, tokens in enumerate(script):
-            for place, token in enumerate(tokens):
-                self.script[position, token] = 10 - place
-
-    def forward(self, input_ids, position_ids=None, **options):
-        output = super().forward(input_ids, position_ids, **options)  # fills the cache
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1])[None]
-        logits = self.script[position_ids].expand(len(input_ids), -1, -1)
-        return SimpleNamespace(logits=logits[:, -output.logits.shape[1] :])
-
-
 def exact_after_lookup(p, q, token, count):
     """Acceptance of a looked-up token, then of `count` drafted children, by the definition."""
     others = [normalised(np.where(np.arange(len(p)) == token, 0, probs)) for probs in (p, q)]
@@ -200,76 +178,6 @@ def measured(sampling, prompts=PROMPTS[:4], **options):
     """The acceptance of toy models on a few prompts."""
     options = {"precision": 0, "tokens_per_prompt": 24, "ranks": 4} | options
     return measure_acceptance(toy_pair(), prompts, sampling, **options)
-
-
-def table_of(counts):
-    """[(trials, counts of each rank, trials off the spine, their counts)] by level."""
-    if counts is None:
-        return []
-    parts = zip(counts.trials.tolist(), counts.accepted.tolist(), strict=True)
-    return [
-        (sum(trials), np.sum(accepted, 0).tolist(), trials[1], accepted[1])
-        for trials, accepted in parts
-    ]
-
-
-def test_counts_of_a_scripted_text():
-    """At temperature 0, every count by hand.
-
-    The draft has the right token as its fourth, which is out of reach of the small tree: every
-    step has one token. After token 2 of position 8, the draft's first token is the looked-up 3.
-    """
-    text, vocabulary = [1, 2, 3, 1, 2, 3, 1, 4, 2, 6, 5], 12
-    target = [[token] for token in text[1:]]
-    draft = [[8, 9, 10, token] for token in text[1:]]
-    draft[8] = [3, 8, 9, 6]
-    models = (ScriptedModel(script, vocabulary) for script in (target, draft))
-    pair = Pair(*models, SimpleNamespace(eos_token_id=None), {})
-    tally = ForcedAcceptance(pair, 6, False)(torch.tensor(text[:5]), Sampling(), 5, 0)
-    # the last token, 5, is never written
-    assert tally["lookup"]["text"] == "2:2 3:1 4:0 0:0 1:0 0:0"
-    counts = lookup_counts([tally["lookup"]], ["quote"])
-    assert counts.texts == {"quote": ("2:2 3:1 4:0 0:0 1:0 0:0",)}
-    assert counts.match_lengths == MATCH_LENGTHS
-
-    def accepted(*ranks, off_spine=()):
-        """A level of `table_of` where these ranks were accepted."""
-        both = [*ranks, *off_spine]
-        tables = [[float(part.count(rank)) for rank in range(1, 7)] for part in (both, off_spine)]
-        return len(both), tables[0], len(off_spine), tables[1]
-
-    drafted = [table_of(part.drafted) for part in counts.classes]
-    assert drafted[:4] == [[accepted(4, 4)], [accepted(4)], [accepted(4)], [accepted(4, 4)]]
-    assert not any(drafted[4:])
-    none, match1, match2, match3, *longer = [table_of(part.looked_up) for part in counts.classes]
-    assert not any((none, *longer))
-    assert match1 == [accepted(4), accepted(off_spine=[4])]
-    assert match2 == [accepted(1), accepted(1), accepted(5), *[accepted(off_spine=[4])] * 3]
-    assert match3 == [
-        accepted(1, 5),
-        accepted(5, off_spine=[4]),
-        accepted(off_spine=[4, 4]),
-        accepted(off_spine=[4, 4]),
-        accepted(off_spine=[4]),
-    ]
-    assert share_with_match(counts) == 4 / 6
-
-
-@pytest.mark.parametrize("covered", [None, [0, 2, 3, 5, 7]])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, verifier="traversal")], ids=repr)
-def test_other_tallies_are_the_same_without_lookup(covered, sampling, monkeypatch):
-    """Lookup takes no random numbers from the draws, and it changes no sum."""
-    method = ForcedAcceptance(toy_pair(covered=covered), 4, True)
-
-    def tallies():
-        return [method(torch.tensor(prompt), sampling, 24, 5) for prompt in PROMPTS[:3]]
-
-    counted = tallies()
-    monkeypatch.setattr(forced, "counts_lookup", lambda sampling: False)
-    uncounted = tallies()
-    assert all(tally.pop("lookup")["looked_up"] for tally in counted)
-    assert not any(tally.pop("lookup") for tally in uncounted)
-    assert counted == uncounted
 
 
 def test_verifiers_that_cannot_look_up_are_not_counted():
