@@ -13,14 +13,14 @@ from architectures import VOCABULARY, plain_text, resembling, tiny
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.backends.packed import compiled_pass as compiled_pass_module
 from sequoia_plan.runtime.backends.packed import target as compiled
 from sequoia_plan.runtime.backends.packed.eagle import compile_eagle
 from sequoia_plan.runtime.backends.packed.packing import in_4_bits, in_8_bits
 from sequoia_plan.runtime.backends.packed.target import CompiledTarget, compile_target, why_not
 from sequoia_plan.runtime.backends.packed.weights import MATRICES, GgufWeights, blocks_of
-from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models.compiled_passes import compiled_pass, passes
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 
@@ -313,9 +313,7 @@ def drafted_trees(pair, prompts):
 
 def test_a_compiled_eagle_draft_drafts_the_tree_of_its_modules(monkeypatch):
     """After long prompts, and after those that are shorter than what a first pass reads."""
-    monkeypatch.setattr(
-        "sequoia_plan.runtime.backends.packed.eagle.in_8_bits", lambda blocks: blocks
-    )
+    monkeypatch.setattr("sequoia_plan.runtime.backends.packed.eagle.in_8_bits", lambda blocks: blocks)
     resident = load_pair(dtype="float32", placement="resident")
     prompts = [torch.arange(300, 300 + count) for count in (1, 2, 3, 9, 21)]
     expected = drafted_trees(resident, prompts)

@@ -10,13 +10,7 @@ import pytest
 
 from sequoia_plan.runtime.backends.packed.encoding import encoder
 from sequoia_plan.runtime.backends.packed.gguf_blocks import BLOCK_BYTES, read_blocks
-from sequoia_plan.runtime.backends.packed.packing import (
-    Arena,
-    Blocks,
-    aligned_zeros,
-    in_8_bits,
-    pack,
-)
+from sequoia_plan.runtime.backends.packed.packing import Arena, Blocks, aligned_zeros, in_8_bits, pack
 from sequoia_plan.runtime.backends.packed.products import (
     ENCODE_INTEGERS,
     ENCODE_WHOLE_FLOATS,

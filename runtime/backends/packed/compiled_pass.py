@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, QUERIES, WORD_BYTES
 from sequoia_plan.runtime.backends.packed.forward import UNIT, Inputs, Outputs, Scratch, forward
 from sequoia_plan.runtime.backends.packed.packing import aligned_zeros
 from sequoia_plan.runtime.backends.packed.vectors import LANES
 from sequoia_plan.runtime.backends.packed.weights import Packed
-from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.models.model_state import Copy
 
 

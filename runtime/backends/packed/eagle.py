@@ -9,6 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.backends.packed.attention import BLOCK
 from sequoia_plan.runtime.backends.packed.compiled_pass import (
     CompiledCache,
@@ -20,7 +21,6 @@ from sequoia_plan.runtime.backends.packed.compiled_pass import (
 from sequoia_plan.runtime.backends.packed.forward import UNIT, project, put_side_by_side
 from sequoia_plan.runtime.backends.packed.packing import Arena, in_8_bits, pack
 from sequoia_plan.runtime.backends.packed.weights import Embedding, blocks_of, describe, pack_model
-from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.models.compiled_passes import passes
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
 from sequoia_plan.runtime.models.model_state import State, Watch, copied, weights
