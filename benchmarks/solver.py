@@ -44,9 +44,8 @@ def tokens_cases(repeats: int) -> list[dict[str, Any]]:
     for (size, depth), (name, vector) in product(SIZES, VECTORS.items()):
         problem = Problem(Acceptance.given(vector).at_depth(depth), size)
         best_tree(problem)
-        solver = pick_solver(problem).NAME
-        case = {"vector": name, "size": size, "depth": depth, "solver": solver}
-        cases.append((case, problem, []))
+        case = {"vector": name, "size": size, "depth": depth}
+        cases.append((case | {"solver": pick_solver(problem).NAME}, problem, []))
     for _ in range(repeats):
         for _, problem, seconds in cases:
             started = time.perf_counter()
