@@ -12,7 +12,7 @@ from simulated import simulate_capture
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import TREE, ToyModel
 
-from drafts import PARTS, small_pair
+from drafts import small_pair
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
@@ -77,7 +77,7 @@ PAIRS = {
     "toys": (toys, None),
     "part of the vocabulary": (toys, [0, 2, 3, 5, 7]),
     "windowed": (of_transformers, "Qwen2, some layers windowed"),
-    **{kind: (small_pair, kind) for kind in PARTS},
+    **{kind: (small_pair, kind) for kind in ("EAGLE-3", "DFlash 2", "DSpark")},
 }
 
 

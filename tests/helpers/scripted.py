@@ -81,10 +81,11 @@ def token_probs_of_texts(target, prompt, length, sampling):
 
 
 @torch.inference_mode()
-def error_of_a_step(decoder, prompt, sampling):
+def error_of_a_step(decoder, prompt, sampling, expected=None):
     """The largest difference between the distribution of the first tokens and the target's.
 
-    There are as many tokens as the tree has levels. With trees by match, the prompt decides which
+    The target is `expected`, if it is another one than the decoder's. There are as many tokens as
+    the tree has levels. With trees by match, the prompt decides which
     tree the step has.
     """
     step, script = decoder.step, sampling.script
@@ -96,7 +97,7 @@ def error_of_a_step(decoder, prompt, sampling):
     covered, chances = step.drafter.d2t if step.drafter else None, Counter()
     for _ in script.runs():
         drafted = step.draft(64, sampling)
-        logits = step.forward_target(64)
+        logits = step.process_target(step.forward_target(64))
         tokens = step.sequence.tokens[len(prompt) - 1 : len(prompt) - 1 + tree.size].tolist()
         p = sampling.target_probs(logits).double()
         draft_probs, drawn, options, bonus_probs = drafted.draft_probs, drafted.drawn, {}, p
@@ -113,5 +114,6 @@ def error_of_a_step(decoder, prompt, sampling):
         for said, probability in outcomes(acceptance, *verified):
             chances[said] += script.chance * probability
     assert abs(sum(chances.values()) - 1) < 1e-5
-    token_probs = token_probs_of_texts(step.target.module, prompt, tree.depth, sampling)
+    target = expected or step.target.module
+    token_probs = token_probs_of_texts(target, prompt, tree.depth, sampling)
     return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())

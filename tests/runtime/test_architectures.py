@@ -29,7 +29,7 @@ from sequoia_plan.runtime.backends import place
 from sequoia_plan.runtime.backends.modules import probe as probe_module
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.models.architecture import context_length
-from sequoia_plan.runtime.models.fuse import fuse
+from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
 WINDOWED = [name for name, (_, sizes) in READS_TREES.items() if WINDOW in sizes.values()]
@@ -58,6 +58,9 @@ def test_tree_logits_are_path_logits_and_greedy_is_transformers(name):
     has_window = decoder.step.target.window is not None
     assert has_window == (name in WINDOWED)
     assert on_page(target, name, ", window" * has_window) == (name in FUSED)
+    logits = target(expected).logits
+    assert fuse(target) == (len(target.model.layers) if name in FUSED else 0)
+    assert float((target(expected).logits - logits).norm() / logits.norm()) < MAX_ERROR
 
 
 @pytest.mark.parametrize("name", REFUSED)

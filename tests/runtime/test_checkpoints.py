@@ -113,7 +113,7 @@ def folders(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("algorithm", PARTS)
+@pytest.mark.parametrize("algorithm", ["EAGLE-3", "DFlash 2"])
 def test_profile_solve_generate_with_no_option_but_the_draft(
     algorithm, folders, run_briefly, tmp_path, monkeypatch
 ):
@@ -121,7 +121,7 @@ def test_profile_solve_generate_with_no_option_but_the_draft(
     models = ("--target", folders["target"], "--draft", folders[algorithm])
     run_briefly("profile", *models, "--tokens", "8", "--precision", "40%", "--temperature", "1")
     profile = Profile.load("profile.yaml")
-    is_block = algorithm in ("DFlash", "DFlash 2", "DSpark")
+    is_block = algorithm == "DFlash 2"
     assert profile.drafting.draft_type == ("block draft" if is_block else "feature draft")
     assert min(profile.latency.draft) == (5 if is_block else 1)
     assert profile.models["draft"]["name"] == algorithm

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from architectures import FUSED, READS_TREES, VOCABULARY, tiny
+from architectures import VOCABULARY, tiny
 from operations import Operations
 
 from sequoia_plan.artifacts import TokenTree
@@ -28,17 +28,6 @@ def tokens_of(count, seed=0):
 @torch.inference_mode()
 def relative_error(model, expected, tokens):
     return float((model(tokens).logits - expected).norm() / expected.norm())
-
-
-@pytest.mark.parametrize("name", sorted(READS_TREES))
-def test_logits_are_those_of_transformers(name):
-    model = tiny(name)
-    tokens = tokens_of(30)  # longer than a window
-    with torch.inference_mode():
-        expected = model(tokens).logits
-    num_fused = fuse(model)
-    assert num_fused == (len(model.model.layers) if name in FUSED else 0)
-    assert relative_error(model, expected, tokens) < MAX_ERROR
 
 
 @pytest.mark.parametrize("wrong", ["activation", "epsilon", "scaling", "sign"])
@@ -122,7 +111,7 @@ def test_fused_models_are_copied_and_pickled():
         assert relative_error(copied, expected, tokens) == 0
 
 
-@pytest.mark.parametrize("draft", ["smollm2-135m-eagle3", "smollm2-135m-draft", "int8"])
+@pytest.mark.parametrize("draft", ["smollm2-135m-eagle3", "int8"])
 def test_the_embedded_pair_is_fused(draft):
     fused = load_pair(draft=draft, dtype="float32", placement="fused")
     plain = load_pair(draft=draft, dtype="float32", placement="resident")

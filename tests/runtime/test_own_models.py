@@ -23,6 +23,7 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models.pretrained import load_module
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +90,8 @@ def test_a_draft_with_a_padded_or_shorter_vocabulary_loads_from_a_folder(
     loaded = load_pair(str(folder / "target"), str(tmp_path / "other"), dtype="float32")
     decoder = SequoiaDecoder(loaded.target, loaded.draft, TokenTree.star(3))
     assert decoder.step.drafter.vocabulary == min(49152, 49152 + extra)
-    expected = plain_text(loaded.target, torch.tensor([[1, 5, 300]]), 8)
+    target = load_module(str(folder / "target"), "cpu", torch.float32)[0]
+    expected = plain_text(target, torch.tensor([[1, 5, 300]]), 8)
     assert decoder.generate([1, 5, 300], 8).sequences.equal(expected)
 
 
@@ -122,7 +124,7 @@ def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, mon
     for name, model in (("target", "target"), ("int8", "draft")):
         (tmp_path / name).symlink_to(folder / model)
     from_target = load_pair("target", "int8", dtype="float32")
-    from_folder = load_pair("target", "./int8", dtype="float32")
+    from_folder = load_pair("target", "./int8", dtype="float32", placement="fused")
     names = [pair.metadata["draft"]["name"] for pair in (from_target, from_folder)]
     assert names == ["target int8", "int8"]
     models = (*from_target.metadata.values(), *from_folder.metadata.values())

@@ -2,15 +2,15 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers as hf
 from architectures import plain_text
-from enumeration import pooled_p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import Scripted, error_of_a_step
 from toys import SMALL_TREES, TREE, Ids, ToyModel, text_inside_generate
 from transformers.generation import logits_process as processors
 
@@ -18,7 +18,6 @@ from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.runtime import Grammar, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base import path_logits
-from sequoia_plan.runtime.verify import VERIFIERS
 
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
 PLAIN = TokenTree.chain(1)
@@ -37,53 +36,44 @@ class NotAgain:
 
     def __call__(self, ids, scores):
         last = ids[:, -1:]
-        return scores.scatter(1, torch.cat([last, (last * 3 + 1) % 8], 1), -torch.inf)
+        forbidden = torch.cat([last, (last * 3 + 1) % scores.shape[1]], 1)
+        return scores.scatter(1, forbidden, -torch.inf)
 
 
-def law(target, prompt, count):
-    """float64 [8, 8, 8]: the probabilities of three tokens with the processor, by definition."""
-    laws = np.ones((8,) * count)
-    for text in np.ndindex(*laws.shape):
-        for place in range(count):
-            ids = torch.tensor([[*prompt, *text[:place]]])
-            probs = torch.softmax(NotAgain()(ids, target(ids).logits[:, -1]).double(), -1)
-            laws[text] *= float(probs[0, text[place]])
-    return laws
+class Forbidding(ToyModel):
+    """A model whose logits have the processor's, by definition."""
+
+    def forward(self, input_ids, **_):
+        logits = super().forward(input_ids).logits
+        for place in range(input_ids.shape[1]):
+            logits[:, place] = NotAgain()(input_ids[:, : place + 1], logits[:, place])
+        return SimpleNamespace(logits=logits)
 
 
-def p_value(tree, runs=1500, covered=None, **settings):
-    """Chi-square of a decoder's first three tokens against the law; 0 for a forbidden text."""
-    target = ToyModel(0)
-    decoder = SequoiaDecoder(target, ToyModel(1, base=target, noise=0.7, covered=covered), tree)
-    prompt = [3, 1, 4]
-    expected = law(target, prompt, 3)
-    observed = np.zeros_like(expected)
-    sampling = Sampling(1.0, **settings)
-    for seed in range(runs):
-        result = decoder.generate(
-            prompt, 3, seed=seed, sampling=sampling, logits_processor=[NotAgain()]
-        )
-        observed[tuple(result.sequences[0, 3:].tolist())] += 1
-    expected *= runs
-    if observed[expected == 0].any():
-        return 0.0
-    return pooled_p_value(observed, expected)
+def error(verifier, covered=None):
+    """How far the distribution of a step's first tokens is from that of such a model."""
+    target = ToyModel(0, vocabulary=4)
+    draft = ToyModel(1, vocabulary=4, base=target, noise=0.7, covered=covered)
+    decoder = SequoiaDecoder(target, draft, SMALL_TREES["both"])
+    prompt = [3, 1, 2]
+    decoder.step.sequence.path_logits = decoder._path_logits([NotAgain()], None)
+    decoder.step.sequence.path_logits.begin(prompt, ())
+    sampling = Scripted(1.0, verifier=verifier)
+    return error_of_a_step(decoder, prompt, sampling, Forbidding(0, vocabulary=4))
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_a_processor_counts_along_each_path(verifier):
-    assert p_value(TREE, verifier=verifier) > 1e-3
-
-
-def test_a_processor_and_a_draft_that_covers_part_of_the_vocabulary():
-    assert p_value(SMALL_TREES["binary"], covered=[0, 2, 3, 5]) > 1e-3
+@pytest.mark.parametrize("covered", [None, [0, 2, 3]])
+@pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
+def test_a_processor_counts_along_each_path(verifier, covered):
+    """By enumeration; also with a draft that covers a part of the vocabulary."""
+    assert error(verifier, covered) < 1e-6
 
 
 def test_with_the_roots_state_for_all_nodes_the_law_is_another(monkeypatch):
     monkeypatch.setattr(
         "sequoia_plan.runtime.step.paths_of", lambda tokens, parents, nodes: [() for _ in nodes]
     )
-    assert p_value(TREE, 300) < 1e-9
+    assert error("traversal") > 1e-3
 
 
 def test_forbidden_children_are_not_drawn(monkeypatch):

@@ -21,7 +21,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.models import loaded_model
 from sequoia_plan.runtime.verify import AcceptedPath
 
-NEW, PROMPT, CHAIN = 500, 20, TokenTree.chain(5)
+NEW, PROMPT, CHAIN = 200, 20, TokenTree.chain(5)
 LOOKUP = TokenTree([-1], by_match={1: TokenTree(CHAIN.parents, looks_up=True)})
 PAGE = (ROOT / "docs" / "models.md").read_text()
 pytestmark = pytest.mark.slow
@@ -115,19 +115,19 @@ def test_a_sampled_step_after_a_rejection_has_the_targets_distribution(name, is_
     assert (error > 1e-3) if is_wrong else error < 1e-5, error
 
 
-def test_from_profile_to_bench(pair, run_briefly, tmp_path, monkeypatch):
+def test_from_profile_to_generate(pair, run_briefly, tmp_path, monkeypatch):
     """The commands measure, solve and decode drafted chains; docs/models.md has looked-up ones."""
     monkeypatch.chdir(tmp_path)
     for name, model in (("target", "LFM2"), ("draft", "Llama")):
         sizes = {"vocab_size": len(pair.tokenizer), "max_position_embeddings": 512}
         tiny(model, **sizes).save_pretrained(name)
         pair.tokenizer.save_pretrained(name)
-    models = ("--target", "target", "--dtype", "float32", "--draft", "draft", "--tokens", "8")
-    run_briefly("profile", *models, "--precision", "40%")
+    models = ("--target", "target", "--dtype", "float32", "--draft", "draft")
+    run_briefly("profile", *models, "--tokens", "8", "--precision", "40%")
     assert "chains only" in run_briefly("solve")
     tree = load_tree("tree.safetensors")
     assert tree.plan.branching == 1 and "recurrent state" in run_briefly("show")
-    run_briefly("bench", *models, "--limit", "2")
+    run_briefly("generate", *models, "--tree", "tree.safetensors", "--max-new-tokens", "4")
     profile = Profile.load("profile.yaml")
     profile = replace(profile, acceptance=Acceptance.given([0.9, 0.1]))
     solution = solve(profile, budget=768, depth=4, objective="tokens")

@@ -3,10 +3,9 @@
 import copy
 import weakref
 
-import architectures
 import pytest
 import torch
-from architectures import READS_TREES, VOCABULARY, plain_text, tiny
+from architectures import FUSED, VOCABULARY, plain_text, tiny
 from streamed import LAYERS, PROMPT
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -27,14 +26,8 @@ from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 
 pytestmark = pytest.mark.slow
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6])
-EXPERTS = {
-    name
-    for name, (_, sizes) in READS_TREES.items()
-    if sizes.keys() & {"num_experts_per_tok", "vision_config"}
-}
-"""Those that have weights other than a linear layer's."""
-FUSED = architectures.FUSED - EXPERTS
-"""Their drafts have fused layers."""
+COPIED = ("Llama", "Qwen3", "SmolLM3", "Mistral", "Phi-3", "GPT-NeoX", "GPT-2", "OPT", "Gemma 2")
+"""Fused layers, joined matrices, other linear layers, windows, and learned positions."""
 
 
 def layers_of(model):
@@ -154,7 +147,7 @@ def in_the_targets_dtype(monkeypatch):
 
 
 @pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("name", sorted(READS_TREES.keys() - EXPERTS))
+@pytest.mark.parametrize("name", COPIED)
 def test_greedy_text_is_the_targets(name, shares, monkeypatch):
     """A copy in the target's dtype shares its cache; on the CPU that of float32 is bfloat16."""
     if shares:

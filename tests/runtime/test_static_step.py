@@ -75,7 +75,7 @@ PORTFOLIO = TokenTree(TREE.parents, by_match={1: LOOKS_UP, 2: LOOKUP_CHAIN})
     [
         # other verifiers are traced in tests/profiler/test_verify_acceptance.py
         *(("language model", each) for each in (*SETTINGS[:2], Sampling(0.8, verifier="topk"))),
-        *((kind, Sampling(0.8)) for kind in ("portfolio", *PARTS)),  # with hooks in the target
+        *((kind, Sampling(0.8)) for kind in ("portfolio", "EAGLE-3", "DFlash 2", "DSpark")),
     ],
     ids=repr,
 )

@@ -14,7 +14,7 @@ from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
 from sequoia_plan.runtime.base.sequence import SequenceLock
 
 OTHER = TokenTree.chain(4)
-PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(32)]
+PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(16)]
 pytestmark = pytest.mark.slow
 
 
