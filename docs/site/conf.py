@@ -37,6 +37,7 @@ NAVIGATION = {
         ("Prompt lookup", "docs/lookup"),
         ("Profiling and bench", "docs/profiling"),
         ("Results", "docs/results"),
+        ("Models of 1.5B and .5B", "docs/sizes"),
         ("Speed", "docs/speed"),
         ("Verifiers and sampling", "docs/verifiers"),
         ("Targets that do not fit", "docs/offloading"),
