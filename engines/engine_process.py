@@ -123,11 +123,8 @@ class EngineProcess:
         if self.process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            with suppress(OSError):
-                if stream:
-                    stream.close()
+        with suppress(OSError), self.process:
+            pass  # closes its streams, and waits for it
         if not self._has_failed:
             self.log.unlink(missing_ok=True)
 

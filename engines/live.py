@@ -48,9 +48,12 @@ def plan_of_counters(
     speculate takes the time of a step without it, which no counter has.
     """
     risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    engine = "sglang" if any(name.startswith("sglang:") for name in after) else "vllm"
+    engine, histograms = "vllm", STEPS
+    if any(name.startswith("sglang:") for name in after):
+        engine, histograms = "sglang", STEPS[:1]  # its other one is of whole requests
     pairs = [
-        [risen.get(f"{engine}:{name}_{part}", 0.0) for part in ("count", "sum")] for name in STEPS
+        [risen.get(f"{engine}:{name}_{part}", 0.0) for part in ("count", "sum")]
+        for name in histograms
     ]
     num_outputs, seconds = next((pair for pair in pairs if min(pair) > 0), (0.0, 0.0))
     if not num_outputs:

@@ -183,6 +183,12 @@ def test_the_steps_of_an_sglang(diagnose):
     others = (sglang(0, 0, 9, "b"), sglang(900, 9, 9, "b"))
     pages = (sglang(50, 1.0) + others[0], sglang(150, 3.0) + others[1])
     assert plan_of(diagnose, *pages, "--model", "m")[2].seconds == cell.seconds
+    of_requests = [
+        page.replace("inter_token_latency", "time_per_output_token")
+        for page in (sglang(50, 1.0), sglang(150, 3.0))
+    ]
+    message = "found sglang:time_per_output_token_seconds_count, .* to rise, expected sglang:inter_"
+    assert re.search(message, diagnose({"/metrics": turns(*of_requests)}))
     pages = turns(sglang(50, 1.0, 0), sglang(150, 3.0, 0))
     assert "nothing is drafted, and a step of" in diagnose({"/metrics": pages})
     result, _ = diagnose({"/metrics": turns(sglang(50, 1.0), sglang(150, 3.0))}, code=0)

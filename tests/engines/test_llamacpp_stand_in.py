@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from paths import STAND_IN
 from sessions import session_pids
 
-from sequoia_plan.engines import llama_server
+from sequoia_plan.engines import llama_server, llamacpp
 from sequoia_plan.engines.chain_replay import ChainStep
 from sequoia_plan.engines.llama_server import Timings, steps_of_timings
 from sequoia_plan.engines.llamacpp import LlamaCppPool, repeated
@@ -29,7 +29,8 @@ def invoke(tmp_path, monkeypatch):
     """Runs the command with the stand-in in a folder of files that stand for models."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llama_server, "LOG_SECONDS", 0)  # the stand-in logs before it answers
-    monkeypatch.setattr(llama_server, "END_SECONDS", 1)
+    monkeypatch.setattr(llama_server, "END_SECONDS", 0.5)
+    monkeypatch.setattr(llamacpp, "TIMING_ROUNDS", 3)
     for name in ("target", "draft", "dies", "breaks", "unpaired", "memory", "hangs"):
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
     (tmp_path / "eagle3.gguf").write_bytes(EAGLE3)
@@ -118,7 +119,7 @@ def test_a_fault_is_one_line_and_nothing_runs_on(invoke, monkeypatch, words, cod
     [
         ("nowhere", "--server nowhere: no such program; build llama.cpp"),
         ("./old", "--spec-type; this llama-server has no such option: build a newer one"),
-        ("./foreign", "exit code -4: it printed nothing; it was built for another processor: bu"),
+        ("./foreign", "exit code -4: it printed nothing; it was built for another processor:"),
     ],
 )
 def test_a_server_that_cannot_be_used(invoke, server, message):

@@ -18,6 +18,9 @@ platforms = SimpleNamespace(current_platform=SimpleNamespace(device_type="cpu"))
 ACCEPTED_PER_STEP = (0, 1, 0, 2, 0, 0, 3, 1)
 """Accepted tokens of successive steps; the pattern repeats."""
 
+clock = [0.0]
+time.perf_counter = lambda: clock[0]  # the driver's steps take no more than is said here
+
 
 def SamplingParams(temperature, max_tokens, ignore_eos):
     return max_tokens
@@ -70,7 +73,7 @@ class LLM:
     def step(self):
         if self.dies:
             os.kill(os.getpid(), signal.SIGSEGV)
-        time.sleep(0.0005 * (1 + 0.02 * self.length))
+        clock[0] += 0.001 * (1 + 0.1 * self.length)
         outputs = []
         for request_id, request in list(self.requests.items()):
             num_new = 1
