@@ -48,12 +48,11 @@ def plan_of_counters(
     speculate takes the time of a step without it, which no counter has.
     """
     risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    engine, histograms = "vllm", STEPS
-    if any(name.startswith("sglang:") for name in after):
-        engine, histograms = "sglang", STEPS[:1]  # its other one is of whole requests
+    is_sglang = any(name.startswith("sglang:") for name in after)
+    engine = "sglang" if is_sglang else "vllm"
     pairs = [
         [risen.get(f"{engine}:{name}_{part}", 0.0) for part in ("count", "sum")]
-        for name in histograms
+        for name in STEPS[: 1 if is_sglang else None]  # SGLang's other one is of whole requests
     ]
     num_outputs, seconds = next((pair for pair in pairs if min(pair) > 0), (0.0, 0.0))
     if not num_outputs:
@@ -64,7 +63,7 @@ def plan_of_counters(
         )
     acceptance = chain_acceptance(risen, url) if risen.get(NUM_DRAFTS) else None
     num_steps = num_outputs
-    if engine == "sglang":  # has an output for each token
+    if is_sglang:  # it has an output for each token
         tokens = max(after.get(ACCEPT_LENGTH, 0.0), 1.0)
         num_steps /= tokens
         drafting = Drafting(types="speculation") if tokens > 1 else NONE

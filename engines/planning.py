@@ -39,17 +39,20 @@ def make_plan(
     for model, times in measurements:
         cells = [cell for batch in batches for cell in predict_cells(model, times, batch)]
         best = best_by(cells, lambda drafting: (drafting.length, *kind_of(drafting)))
-        lengths = (
-            (batch, best_of(predict_cells(model, times, batch)).drafting.length)
+        lengths = {
+            batch: best_of(predict_cells(model, times, batch)).drafting.length
             for batch in range(1, max(batches) + 1)
-        )
-        alike = ([*entries] for _, entries in groupby(lengths, lambda entry: entry[1]))
+        }
+        schedule = []
+        for length, same_best in groupby(lengths, lengths.__getitem__):
+            sizes = [*same_best]
+            schedule.append(ScheduleEntry(sizes[0], sizes[-1], length))
         part = ContextPlan(
             context=times.context,
             acceptance=model.acceptance,
             steps=times.steps,
             cells=tuple(cell for cell in cells if cell in best),
-            schedule=tuple(ScheduleEntry(a[0][0], a[-1][0], a[0][1]) for a in alike),
+            schedule=tuple(schedule),
             target_seconds=dict(times.target_seconds),
             bounds={FREE: cells[0].throughput * max(cell.tokens_per_step for cell in cells)},
         )

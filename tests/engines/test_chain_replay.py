@@ -122,12 +122,8 @@ def test_a_lookup_is_what_llama_cpp_does(seed):
         while index < 100:
             draft = draft_of_llama_cpp(tokens[: index - 1], tokens[index - 1], size, length)
             draft = draft[: max(limit - (index - 40) - 1, 0)]
-            accepted = 0
-            while (
-                accepted < min(len(draft), 100 - index)
-                and draft[accepted] == tokens[index + accepted]
-            ):
-                accepted += 1
+            same = [a == b for a, b in zip(draft, tokens[index:100], strict=False)]
+            accepted = [*same, False].index(False)
             expected.append(ChainStep(len(draft), accepted, min(accepted + 1, 100 - index)))
             index += accepted + 1
         text = DraftedText(limit, prompt, generated)

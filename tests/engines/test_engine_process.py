@@ -10,10 +10,9 @@ from paths import STAND_IN
 from sessions import check_that_it_ends_with, has_ended, session_pids
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.engines.driver import fill_up
 from sequoia_plan.engines.engine_process import EngineProcess
 from sequoia_plan.engines.plan import Drafting
-from sequoia_plan.engines.pool import RunKind, Workload, text_before
+from sequoia_plan.engines.pool import RunKind, Workload
 from sequoia_plan.engines.vllm import VllmPool
 
 pytestmark = pytest.mark.slow
@@ -69,13 +68,8 @@ def test_a_run_counts_only_full_steps(engine):
     assert len(again["steps"]) == again["counters"][f"{prefix}_drafts"] == 3  # of this run alone
 
 
-def test_what_is_before_a_prompt(engine):
-    """A slot's tokens; the stand-in refuses requests that share their begin with one that runs."""
-    texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    assert text_before(texts, 1, 12) == [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6]
-    assert text_before(texts, 7, 0) == []
-    assert fill_up([0, 4], [1, 2, 3, 4]) == [1, 2, 0, 4]
-    assert fill_up([6, 7, 8], [1, 2]) == [7, 8]
+def test_requests_that_run_together_share_no_begin(engine):
+    """The stand-in refuses those that do; a request takes the slot of one that has ended."""
     start(engine, "strict")
     decode(engine, [[9]] * 12, [[slot] * 8 for slot in range(3)], 7)
     with pytest.raises(SequoiaPlanError, match="share their begin"):

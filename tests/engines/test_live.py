@@ -180,9 +180,8 @@ def test_the_steps_of_an_sglang(diagnose):
     assert engine == "sglang" and not part.acceptance
     assert (cell.tokens_per_step, cell.seconds) == (2.5, pytest.approx(0.05))
     assert part.break_even_seconds == pytest.approx(0.02)
-    others = (sglang(0, 0, 9, "b"), sglang(900, 9, 9, "b"))
-    pages = (sglang(50, 1.0) + others[0], sglang(150, 3.0) + others[1])
-    assert plan_of(diagnose, *pages, "--model", "m")[2].seconds == cell.seconds
+    others = (sglang(50, 1.0) + sglang(0, 0, 9, "b"), sglang(150, 3.0) + sglang(900, 9, 9, "b"))
+    assert plan_of(diagnose, *others, "--model", "m")[2].seconds == cell.seconds
     of_requests = [
         page.replace("inter_token_latency", "time_per_output_token")
         for page in (sglang(50, 1.0), sglang(150, 3.0))

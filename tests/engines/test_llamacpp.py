@@ -59,10 +59,8 @@ def test_a_diagnosis(diagnosis):
         plain, *speculative = part.cells_at(1)
         assert plain.measured and plain.measured.tokens_per_step == 1
         assert {cell.drafting.types for cell in speculative} == {"", "ngram-mod"}
-        assert all(cell.measured for cell in speculative if cell.drafting.lookup_size)
         assert sum(part.step.values()) > 0 and part.bounds and part.tree["no tree passes"] > 0
-        times = part.target_seconds
-        assert times[1] < times[17] < 17 * times[1]
+        assert part.target_seconds[1] < part.target_seconds[17]
 
 
 def pool(draft, draft_type="draft-simple", tokens=32, **fields):

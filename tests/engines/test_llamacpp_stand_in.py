@@ -12,7 +12,7 @@ from sessions import session_pids
 from sequoia_plan.engines import llama_server, llamacpp
 from sequoia_plan.engines.chain_replay import ChainStep
 from sequoia_plan.engines.llama_server import Timings, steps_of_timings
-from sequoia_plan.engines.llamacpp import LlamaCppPool, repeated
+from sequoia_plan.engines.llamacpp import LlamaCppPool
 from sequoia_plan.engines.plan import NONE, EnginePlan
 from sequoia_plan.engines.pool import Workload
 from sequoia_plan.engines.spec_types import is_recurrent, type_of_files
@@ -150,16 +150,11 @@ def test_steps_from_timings():
     assert plain == ChainStep(0, 0, 1, seconds=plain.seconds)
 
 
-def test_a_text_is_repeated_until_it_is_longer_than_what_a_lookup_drafts():
-    assert repeated(range(200), 40) == [*range(136, 200)] * 3
-    assert repeated(range(5), 0) == ([*range(5)] * 13)[-64:] * 3
-
-
 def test_what_comes_before_a_prompt_is_of_the_other_half_and_the_same_for_all():
     """A prompt that came twice would be looked up, and a server has the same begin in its cache."""
     workload = Workload([""] * 4, 2)
     pool = LlamaCppPool(target="t", draft=None, workload=workload, max_length=3, build=None)
     pool.prompts = [[10, 11], [20, 21, 22], [30], [40, 41]]
-    assert [pool.prompt(1), pool.prompt(1, 2)] == [[20, 21, 22], [21, 22]]
+    assert pool.prompt(1, 2) == [21, 22]
     assert pool.prompt(0, 6) == [30, 40, 41, 30, 10, 11]
     assert pool.prompt(2, 6) == [10, 11, 20, 21, 22, 30]

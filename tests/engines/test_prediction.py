@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.plan import ChainAcceptance, Drafting, StepSeconds
 from sequoia_plan.engines.planning import make_plan
-from sequoia_plan.engines.pool import EngineRun, RunKind
-from sequoia_plan.engines.prediction import ChainModel, StepTimes, relative_error, step_times
+from sequoia_plan.engines.prediction import ChainModel, StepTimes, relative_error
 
 
-def model_of(rates, drafts=10**6):
-    """A model of chains whose tokens are accepted with these rates, of so many chains."""
-    survival = np.cumprod(rates)
-    counts = tuple(round(drafts * probability) for probability in survival)
-    return ChainModel(ChainAcceptance(drafts, counts), len(rates))
+def model_of(rates):
+    """A model of chains whose tokens are accepted with these rates."""
+    counts = tuple(round(10**6 * probability) for probability in np.cumprod(rates))
+    return ChainModel(ChainAcceptance(10**6, counts), len(rates))
 
 
 def times_of(seconds, batches):
@@ -27,11 +25,6 @@ def times_of(seconds, batches):
         for length, value in enumerate(row)
     ]
     return StepTimes(tuple(steps))
-
-
-def plan_of(model, times, batches):
-    (part,) = make_plan([(model, times)], batches, lambda _: (), engine="x").contexts
-    return part
 
 
 def test_counts_that_rise_are_refused():
@@ -48,7 +41,7 @@ def test_the_best_length_is_that_of_every_length_tried(seconds, rates):
     mean = np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(rates))])
     batches = [1, 4, 16][: len(seconds)]
     times = times_of(seconds, batches)
-    part = plan_of(model_of(rates), times, batches)
+    (part,) = make_plan([(model_of(rates), times)], batches, lambda _: (), engine="x").contexts
     for cell in part.cells:
         cell_seconds = seconds[batches.index(cell.batch)][cell.speculative_tokens]
         throughput = cell.batch * mean[cell.speculative_tokens] / cell_seconds
@@ -61,14 +54,6 @@ def test_the_best_length_is_that_of_every_length_tried(seconds, rates):
             assert speeds[entry.speculative_tokens] == pytest.approx(max(speeds), rel=1e-5)
 
 
-def test_do_not_speculate_is_an_answer():
-    times = times_of([[0.1, 0.12, 0.13], [0.1, 0.2, 0.3]], [1, 8])
-    part = plan_of(model_of([0.4, 0.25], 1000), times, [1, 8])
-    assert [part.best_cell(batch).speculative_tokens for batch in (1, 8)] == [1, 0]
-    first, *_, last = part.schedule
-    assert first.speculative_tokens == 1 and last.speculative_tokens == 0 and last.last == 8
-
-
 def test_times_between_those_measured_are_on_the_line():
     rows = [(1, 0, 0.05), (1, 1, 0.1), (1, 5, 0.18), (4, 0, 0.11), (4, 1, 0.16)]
     times = StepTimes(tuple(StepSeconds(*row) for row in rows))
@@ -79,16 +64,6 @@ def test_times_between_those_measured_are_on_the_line():
         (4, 3): 0.16,
     }.items():
         assert times.seconds_and_error(batch, length)[0] == pytest.approx(seconds)
-
-
-def test_the_median_round_is_the_step_time():
-    rounds = {
-        RunKind(Drafting(0), 1, 512): [EngineRun(seconds, 10, 10) for seconds in (1.0, 1.1, 9.0)],
-        RunKind(Drafting(1), 1, 256): [EngineRun(5.0, 10, 10)],
-    }
-    times = step_times(rounds, 512)
-    (plain,) = times.steps
-    assert plain.seconds == pytest.approx(0.11) and plain.error > 0 and times.context == 512
 
 
 def test_a_text_without_steps_says_nothing_of_the_error():

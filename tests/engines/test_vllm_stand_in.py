@@ -97,18 +97,17 @@ def test_do_not_speculate_is_said(measured_plan):
 
 
 def test_options_for_each_number_and_the_schedule(measured_plan):
-    speculative = {"method": "draft_model", "model": "it's", "x": 1}
-    pool = SimpleNamespace(speculative=speculative)
+    speculative = {"method": "draft_model", "model": "it's"}
     schedule = (ScheduleEntry(1, 2, 3), ScheduleEntry(3, 8, 1), ScheduleEntry(9, 16, 0))
     part = replace(measured_plan[0].contexts[0], schedule=schedule)
-    lines = VllmPool.launch_options(pool, part)
-    rows = [[1, 2, 3], [3, 8, 1], [9, 16, 0]]
-    assert [json.loads(shlex.split(line)[1]) for line in lines] == [
-        speculative | {"num_speculative_tokens": 3},
-        speculative | {"num_speculative_tokens": 1},
-        speculative | {"num_speculative_tokens": 3, vllm.SCHEDULE_KEY: rows},
+    lines = VllmPool.launch_options(SimpleNamespace(speculative=speculative), part)
+    configs = [
+        {"num_speculative_tokens": 3},
+        {"num_speculative_tokens": 1},
+        {"num_speculative_tokens": 3, vllm.SCHEDULE_KEY: [[1, 2, 3], [3, 8, 1], [9, 16, 0]]},
     ]
-    assert len(VllmPool.launch_options(pool, replace(part, schedule=schedule[:1]))) == 1
+    options = [json.loads(shlex.split(line)[1]) for line in lines]
+    assert options == [speculative | config for config in configs]
 
 
 def test_what_another_program_takes_is_not_in_a_steps_time():
