@@ -71,7 +71,7 @@ def test_what_cannot_read_a_tree_is_refused(name):
     assert on_page(target, name) is False
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Llama 4"])
 @pytest.mark.parametrize("wrong", ["no window", "window in slots", "one position too wide"])
 def test_a_wrong_window_shows(name, wrong):
     """Negative control for the windowed masks."""

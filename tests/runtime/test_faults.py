@@ -9,7 +9,6 @@ from toys import TREE, Ids, ToyModel
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.verify import VERIFIERS
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +23,7 @@ def pair(context=64, seed=2):
 
 
 FILTERS = {"top_p": 0.5, "top_k": 5, "min_p": 0.01, "draft_temperature": 2.0}
-SAMPLINGS = [Sampling(), Sampling(1.0), *(Sampling(1.0, verifier=v, **FILTERS) for v in VERIFIERS)]
+SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(1.0, verifier="topk", **FILTERS)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
