@@ -109,7 +109,7 @@ def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
         # the target's last hidden state passes through `fc` as it is
         draft.fc.weight.zero_()[:, -config.hidden_size :] = torch.eye(config.hidden_size)
         draft.norm.weight.copy_(FINAL_NORM_SCALE * target.model.norm.weight)
-        draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight[d2t])
+        draft.lm_head.weight.copy_(target.get_output_embeddings().weight[d2t])
     for name in ("mlp", "post_attention_layernorm"):
         getattr(layer, name).load_state_dict(getattr(target_layer, name).state_dict())
     return draft
