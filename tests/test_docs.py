@@ -249,7 +249,12 @@ WITH_SNIPPETS = [
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=[page.name for page in WITH_SNIPPETS])
 def test_snippets_run(page, folder, pair, monkeypatch, capsys):
     """All blocks of a page one after the other, with the embedded pair."""
-    monkeypatch.setattr("sequoia_plan.runtime.load_pair", lambda: pair)
+    from sequoia_plan.runtime import load_pair
+
+    monkeypatch.setattr(
+        "sequoia_plan.runtime.load_pair",
+        lambda **options: load_pair(**options) if options else pair,
+    )
     names = {}
     for snippet in snippets(page.read_text()):
         exec(snippet, names)

@@ -24,6 +24,7 @@ SHORT_CELL = 24
 
 NAVIGATION = {
     "Use": [
+        ("Start here", "docs/start"),
         ("When to use it", "docs/when"),
         ("Own models", "docs/own-models"),
         ("Models and drafts", "docs/models"),
