@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.base.path_logits import Path
+from sequoia_plan.runtime.json_schema import LOOKAHEAD, refuse_unenforced
 
 _compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """xgrammar's compiler for each tokenizer; it has read the whole vocabulary."""
@@ -28,8 +29,8 @@ class Grammar:
         ebnf: a grammar in xgrammar's notation (GBNF), whose first rule is `root`.
 
     Raises:
-        ArgumentError: if not exactly one of the three is given, it cannot be compiled, or xgrammar
-            is not installed.
+        ArgumentError: if not exactly one of the three is given, it cannot be compiled, has a part
+            that xgrammar does not enforce, or xgrammar is not installed.
     """
 
     def __init__(
@@ -55,16 +56,23 @@ class Grammar:
                 "'sequoia-plan[grammar]'"
             ) from error
         try:
-            if tokenizer not in _compilers:
-                info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
-                _compilers[tokenizer] = xgrammar.GrammarCompiler(info)
-            compile_source = getattr(_compilers[tokenizer], f"compile_{kind}")
             text = source if isinstance(source, str) else json.dumps(source)
+            if kind == "json_schema":
+                refuse_unenforced(schema := json.loads(text), schema)
+            if kind == "regex" and re.search(LOOKAHEAD, text):
+                raise ValueError("a lookahead is not enforced")
+            if tokenizer not in _compilers:
+                _compilers[tokenizer] = xgrammar.GrammarCompiler(_vocabulary_of(tokenizer))
+            compile_source = getattr(_compilers[tokenizer], f"compile_{kind}")
             self.compiled = compile_source(text)
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
             reason = re.sub(r"^\[.*?\] \S+: ", "", str(error).strip().splitlines()[-1])
-            raise ArgumentError(f"{kind}: found {source!s:.60}: {reason}") from error
-        self.xgrammar, self.vocabulary = xgrammar, len(tokenizer)
+            if isinstance(error, (LookupError, AttributeError)):
+                reason = "not a JSON schema"
+            raise ArgumentError(
+                f"{kind}: found {str(source).strip()[:60] or 'nothing'}: {reason}"
+            ) from error
+        self.xgrammar, self.vocabulary = xgrammar, self.compiled.tokenizer_info.vocab_size
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
         """See `PathProcessor`: `end_tokens` may end a whole text of the grammar."""
@@ -82,7 +90,8 @@ class Grammar:
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """See `PathProcessor`: logits after a path that leaves the grammar stay as they are."""
         masks = torch.cat([self._mask(path) for path in paths]).to(logits.device)
-        self.xgrammar.apply_token_bitmask_inplace(logits, masks, vocab_size=self.vocabulary)
+        width = min(self.vocabulary, logits.shape[1])
+        self.xgrammar.apply_token_bitmask_inplace(logits, masks, vocab_size=width)
         if logits.shape[1] > self.vocabulary:  # a head may have more rows than there are tokens
             is_free = (masks == -1).all(-1)
             logits[~is_free, self.vocabulary :] = -torch.inf
@@ -106,3 +115,15 @@ class Grammar:
                 matcher.rollback(num_accepted)
             self.masks[path] = mask
         return self.masks[path]
+
+
+def _vocabulary_of(tokenizer: Any) -> Any:
+    """xgrammar's TokenizerInfo, in which control tokens, as missing ones, have no text."""
+    from xgrammar import TokenizerInfo
+
+    info = TokenizerInfo.from_huggingface(tokenizer)
+    added, texts = tokenizer.added_tokens_decoder, info.decoded_vocab
+    for token in {*tokenizer.all_special_ids, *(t for t in added if added[t].special)}:
+        texts[token] = b""
+    ends = info.stop_token_ids or None
+    return TokenizerInfo(texts, stop_token_ids=ends, add_prefix_space=info.add_prefix_space)

@@ -74,6 +74,7 @@ def generate(
         "regex": regex,
         "ebnf": grammar and _read_text(grammar, "a grammar"),
     }
+    is_constrained = any(source is not None for source in sources.values())
     if prompt == "-":
         prompt = _read_stdin()
     pair = load_pair(**models)
@@ -101,7 +102,7 @@ def generate(
 
     printer = Printer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
-    constraint = Grammar(pair.tokenizer, **sources) if any(sources.values()) else None
+    constraint = Grammar(pair.tokenizer, **sources) if is_constrained else None
 
     def answer(messages: Any) -> Generation:
         """Generate after the messages."""
@@ -269,12 +270,12 @@ def _typed_messages(first: str | None) -> Iterator[str]:
 
 
 def _read_text(path: str, expected: str) -> str:
-    """Read a file of UTF-8 text."""
+    """Read a file of UTF-8 text, without its byte-order mark."""
     from sequoia_plan.artifacts import SequoiaPlanError
     from sequoia_plan.artifacts.files import read_bytes
 
     try:
-        return read_bytes(path, expected).decode()
+        return read_bytes(path, expected).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SequoiaPlanError(f"{path}: not UTF-8 text; expected {expected}") from error
 

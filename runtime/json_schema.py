@@ -1,0 +1,163 @@
+"""What xgrammar does not enforce of a JSON schema is refused by name, not left out."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+ANNOTATIONS = set(
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "$schema",
+        "$id",
+        "$comment",
+        "$defs",
+        "definitions",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "discriminator",
+    ]
+)
+"""Keywords that allow and forbid nothing by themselves."""
+WITHOUT_TYPE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""Where one of these is, xgrammar looks at nothing else."""
+OF_TYPE = {
+    "integer": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
+    "number": "minimum maximum exclusiveMinimum exclusiveMaximum",
+    "string": "pattern format minLength maxLength",
+    "array": "items prefixItems unevaluatedItems minItems maxItems",
+    "object": "properties required additionalProperties unevaluatedProperties minProperties "
+    "maxProperties propertyNames",
+}
+INSTEAD_OF = {
+    "pattern": "format minLength maxLength",
+    "format": "minLength maxLength",
+    "multipleOf": "minimum maximum exclusiveMinimum exclusiveMaximum",
+    "propertyNames": "properties additionalProperties unevaluatedProperties",
+}
+"""A keyword, and those that xgrammar drops beside it."""
+FORMATS = [
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uri-reference",
+    "uri-template",
+    "uuid",
+    "json-pointer",
+    "relative-json-pointer",
+]
+LOOKAHEAD = r"\(\?[=!]"
+ESCAPED = r'["\x00-\x1f]|\\[\\tnrfvxuc0]'
+"""What JSON escapes in a string, and xgrammar writes as it is."""
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
+TYPES |= {dict: "object", type(None): "null"}
+
+
+def refuse_unenforced(schema: Any, root: Any) -> None:
+    """Raise ValueError for a part of a JSON schema, `root`, that texts would not follow."""
+    if not isinstance(schema, dict):
+        return
+    if unenforced := next(_unenforced(schema, root), ""):
+        raise ValueError(f"{unenforced} is not enforced, so texts might not follow it")
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions"):
+            value = list(value.values())
+        elif name in (*ANNOTATIONS, "const", "enum") or name.startswith("x-"):
+            continue
+        for part in value if isinstance(value, list) else [value]:
+            refuse_unenforced(part, root)
+
+
+def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
+    """What xgrammar does not enforce of a schema, apart from the schemas in it."""
+    types, ref = _types(schema), schema.get("$ref", "#")
+    allowed = {"type", *" ".join(OF_TYPE.get(name, "") for name in types).split()}
+    for name in INSTEAD_OF.keys() & schema:
+        allowed -= set(INSTEAD_OF[name].split())
+    for name in WITHOUT_TYPE:
+        if name in schema:
+            is_typed = {_type(value) for value in _values(schema)} <= _with_integers(types)
+            allowed = {name, "type"} if is_typed and name in ("const", "enum") else {name}
+            break
+    names = [name for name in schema if name not in ANNOTATIONS and not name.startswith("x-")]
+    for name in names:
+        if name not in allowed:
+            beside = " and ".join(name for name in names if name in allowed)
+            yield f"{name} {f'beside {beside}' if beside else 'without a type'}"
+    if ref != "#" and not ref.startswith("#/"):
+        yield f"$ref {ref}"
+    options = schema.get("oneOf", ())
+    for place, option in enumerate(options):
+        if not all(_exclude(option, other, root) for other in options[:place]):
+            yield "oneOf of schemas that may both allow a value"
+    if len(schema.get("allOf", ())) > 1:
+        yield "allOf of several schemas"
+    for name in schema.get("required", ()):
+        if name not in schema.get("properties", ()):
+            yield f"required {name!r}, which is none of the properties,"
+    if re.search(f"{LOOKAHEAD}|{ESCAPED}", schema.get("pattern", "")):
+        yield "pattern with a lookahead, a quote, a backslash or a control character"
+    if schema.get("format", "date") not in FORMATS:
+        yield f"format {schema['format']}"
+    if not isinstance(schema.get("multipleOf", 1), int):
+        yield "multipleOf a fraction"
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """The types that a schema names, or that xgrammar takes it to be of."""
+    inferred = "object" if "properties" in schema else "array" if "items" in schema else []
+    types = schema.get("type", inferred)
+    return {types} if isinstance(types, str) else set(types)
+
+
+def _with_integers(types: set[str]) -> set[str]:
+    """Types, and integers if numbers are among them."""
+    return types | ({"integer"} if "number" in types else set())
+
+
+def _type(value: Any) -> str:
+    """The type of a value."""
+    return TYPES[type(value)]
+
+
+def _values(schema: dict[str, Any]) -> list[Any]:
+    """The only values that a schema allows, if it lists them."""
+    return [schema["const"]] if "const" in schema else schema.get("enum", [])
+
+
+def _exclude(one: Any, other: Any, root: Any) -> bool:
+    """Do two schemas allow no value both, by their types, values or required properties?"""
+    one, other = (_resolved(schema, root) for schema in (one, other))
+    values, others = ({json.dumps(value) for value in _values(part)} for part in (one, other))
+    types, other_types = (
+        _with_integers({_type(value) for value in _values(part)} or _types(part))
+        for part in (one, other)
+    )
+    if (values and others and not values & others) or (
+        types and other_types and not types & other_types
+    ):
+        return True
+    required = set(one.get("required", ())) & set(other.get("required", ()))
+    return any(
+        _exclude(one["properties"][name], other["properties"][name], root) for name in required
+    )
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """What a schema refers to."""
+    while "$ref" in schema:
+        names, schema = schema["$ref"].split("/")[1:], root
+        for name in names:
+            schema = schema[name]
+    return schema
