@@ -86,10 +86,12 @@ def headings(text):
 
 
 def dead_links(text, page):
-    """The relative links of a page that lead to no file or heading, and paths that do not exist."""
-    prose = split(text)[1]
-    paths = re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", prose)
-    dead = [path for path in paths if not (ROOT / path).exists()]
+    """Links of a page that lead to no file or heading, and paths and tests that do not exist."""
+    prose, dead = split(text)[1], []
+    for path, test in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)(?:::(\w+))?`", prose):
+        file = ROOT / path
+        if not file.exists() or (test and f"def {test}(" not in file.read_text()):
+            dead.append(test or path)
     for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose)):
         name, _, anchor = link.partition("#")
         file = page.parent / name if name else page
@@ -105,8 +107,10 @@ def test_links_lead_somewhere(page):
 
 def test_dead_links_are_found():
     text = "[1](none.md) [2](#none) [3](planner.md#none) [4](planner.md#the-planner) `docs/no.md`"
+    text += " `tests/test_docs.py::test_dead_links_are_found` `tests/test_docs.py::test_none`"
     page = ROOT / "docs" / "engines.md"
-    assert dead_links(text, page) == ["docs/no.md", "none.md", "#none", "planner.md#none"]
+    dead = ["docs/no.md", "test_none", "none.md", "#none", "planner.md#none"]
+    assert dead_links(text, page) == dead
 
 
 def test_every_decision_is_in_the_index():
