@@ -150,10 +150,9 @@ def place(module: Any, placement: str) -> LoadedModel:
 
 def _fused(module: Any, placement: str) -> dict[str, Any]:
     """Fuse a module's layers if asked to; what profiles record of it, as it was before."""
-    recorded = module_metadata(module) | {"placement": RESIDENT}
-    if placement != RESIDENT:
-        recorded |= {"placement": FUSED, "fused_layers": fuse(module)}
-    return recorded
+    if placement == RESIDENT:
+        return {"placement": RESIDENT}
+    return module_metadata(module) | {"placement": FUSED, "fused_layers": fuse(module)}
 
 
 def _with_files(backend: Backend, files: ModelFiles, remarks: tuple[str, ...] = ()) -> LoadedModel:
