@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def advised(text: str, advice: Mapping[str, str] = ADVICE) -> str:
     return "".join([" ".join(text.split()), *hints[:1]])
 
 
-class EngineProcess:
+class EngineProcess(AbstractContextManager["EngineProcess"]):
     """A driver script in a session of its own; see `driver.py`.
 
     The session ends with `with EngineProcess(...)`, and with this program, however it ends.
@@ -127,9 +127,6 @@ class EngineProcess:
             pass  # closes its streams, and waits for it
         if not self._has_failed:
             self.log.unlink(missing_ok=True)
-
-    def __enter__(self) -> EngineProcess:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

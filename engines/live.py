@@ -114,14 +114,14 @@ def diagnose_llama_server(
         )
     times = StepTimes(tuple(timed.values()))
 
-    def launch_options(part: ContextPlan) -> tuple[str, ...]:
-        length = part.best_cell(1).speculative_tokens
-        return (f"--spec-draft-n-max {length}",) if length else ()
-
     return make_plan(
         [(ChainModel(acceptance, length), times)],
         [1],
-        launch_options,
+        lambda part: tuple(
+            f"--spec-draft-n-max {entry.speculative_tokens}"
+            for entry in part.schedule
+            if entry.speculative_tokens
+        ),
         engine="llamacpp",
         engine_version=version,
         target=server.address,

@@ -87,7 +87,7 @@ class LlamaCppPool(EnginePool):
             *self.arguments,
         ]
         server = Server.start(self.build, options, bonus=1 + self.is_recurrent)
-        self.exit_stack.callback(server.close)
+        self.callback(server.close)
         server.wait()
         self.version = server.version()
         return server

@@ -76,7 +76,7 @@ def text_before(prompts: Sequence[Sequence[int]], first: int, size: int) -> list
 
 
 @dataclass(kw_only=True)
-class EnginePool(ABC):
+class EnginePool(ExitStack, ABC):
     """Engines of one target and draft, all of which end with this context."""
 
     name: ClassVar[str]
@@ -95,15 +95,12 @@ class EnginePool(ABC):
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids of the workload's prompts, once an engine runs."""
     start_time: float = field(default_factory=time.perf_counter)
-    exit_stack: ExitStack = field(default_factory=ExitStack)
     running: dict[Any, Any] = field(default_factory=dict)
     """The engines that run, by their way of drafting."""
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.exit_stack.close()
+    def __post_init__(self) -> None:
+        """Begins the context."""
+        super().__init__()
 
     @abstractmethod
     def most_running(self) -> int:
@@ -111,7 +108,7 @@ class EnginePool(ABC):
 
     @abstractmethod
     def start(self, key: Any) -> Any:
-        """Starts an engine that `exit_stack` will close, and waits until it is ready."""
+        """Starts an engine that the context will close, and waits until it is ready."""
 
     @abstractmethod
     def encode(self, engine: Any) -> list[list[int]]:

@@ -66,7 +66,7 @@ class VllmPool(EnginePool):
         activity = f"starting vLLM with {key.length} speculative tokens"
         self.report_status(activity)
         engine = EngineProcess(self.python)
-        self.exit_stack.callback(engine.close)
+        self.callback(engine.close)
         config = {**self.speculative, "num_speculative_tokens": key.length} if key.length else None
         self.version, self.device = engine.ask(
             activity, "start", model=self.target, speculative=config, options=dict(self.options)
