@@ -99,8 +99,11 @@ def sequoia(
         reuse_prefix=count > 1,
     )
     rows = [result.sequences[0] for result in results]
-    padding = config.pad_token_id or 0
-    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
+    # generate has put the first end token here where there is no padding token
+    padding = getattr(config, "_pad_token_tensor", None)
+    sequences = torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=0 if padding is None else int(padding)
+    )
     if config.return_dict_in_generate:
         scores, logits = results[0].scores, results[0].logits
         return GenerateDecoderOnlyOutput(

@@ -5,23 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-ANNOTATIONS = set(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "$schema",
-        "$id",
-        "$comment",
-        "$defs",
-        "definitions",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "discriminator",
-    ]
+ANNOTATIONS = (
+    "title description default examples example $schema $id $comment $defs definitions deprecated "
+    "readOnly writeOnly discriminator"
 )
 """Keywords that allow and forbid nothing by themselves."""
 WITHOUT_TYPE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -41,22 +27,10 @@ INSTEAD_OF = {
     "propertyNames": "properties additionalProperties unevaluatedProperties",
 }
 """A keyword, and those that xgrammar drops beside it."""
-FORMATS = [
-    "date",
-    "time",
-    "date-time",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uri",
-    "uri-reference",
-    "uri-template",
-    "uuid",
-    "json-pointer",
-    "relative-json-pointer",
-]
+FORMATS = (
+    "date time date-time duration email hostname ipv4 ipv6 uri uri-reference uri-template uuid "
+    "json-pointer relative-json-pointer"
+)
 LOOKAHEAD = r"\(\?[=!]"
 ESCAPED = r'["\x00-\x1f]|\\[\\tnrfvxuc0]'
 """What JSON escapes in a string, and xgrammar writes as it is."""
@@ -73,7 +47,7 @@ def refuse_unenforced(schema: Any, root: Any) -> None:
     for name, value in schema.items():
         if name in ("properties", "$defs", "definitions"):
             value = list(value.values())
-        elif name in (*ANNOTATIONS, "const", "enum") or name.startswith("x-"):
+        elif name in (*ANNOTATIONS.split(), "const", "enum") or name.startswith("x-"):
             continue
         for part in value if isinstance(value, list) else [value]:
             refuse_unenforced(part, root)
@@ -90,7 +64,9 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
             is_typed = {_type(value) for value in _values(schema)} <= _with_integers(types)
             allowed = {name, "type"} if is_typed and name in ("const", "enum") else {name}
             break
-    names = [name for name in schema if name not in ANNOTATIONS and not name.startswith("x-")]
+    names = [
+        name for name in schema if name not in ANNOTATIONS.split() and not name.startswith("x-")
+    ]
     for name in names:
         if name not in allowed:
             beside = " and ".join(name for name in names if name in allowed)
@@ -108,7 +84,7 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
             yield f"required {name!r}, which is none of the properties,"
     if re.search(f"{LOOKAHEAD}|{ESCAPED}", schema.get("pattern", "")):
         yield "pattern with a lookahead, a quote, a backslash or a control character"
-    if schema.get("format", "date") not in FORMATS:
+    if schema.get("format", "date") not in FORMATS.split():
         yield f"format {schema['format']}"
     if not isinstance(schema.get("multipleOf", 1), int):
         yield "multipleOf a fraction"
@@ -138,19 +114,20 @@ def _values(schema: dict[str, Any]) -> list[Any]:
 
 def _exclude(one: Any, other: Any, root: Any) -> bool:
     """Do two schemas allow no value both, by their types, values or required properties?"""
-    one, other = (_resolved(schema, root) for schema in (one, other))
-    values, others = ({json.dumps(value) for value in _values(part)} for part in (one, other))
+    both = _resolved(one, root), _resolved(other, root)
+    values, others = ({json.dumps(value) for value in _values(part)} for part in both)
     types, other_types = (
-        _with_integers({_type(value) for value in _values(part)} or _types(part))
-        for part in (one, other)
+        _with_integers({_type(value) for value in _values(part)} or _types(part)) for part in both
     )
     if (values and others and not values & others) or (
         types and other_types and not types & other_types
     ):
         return True
-    required = set(one.get("required", ())) & set(other.get("required", ()))
+    properties, others = (
+        {name: part["properties"][name] for name in part.get("required", ())} for part in both
+    )
     return any(
-        _exclude(one["properties"][name], other["properties"][name], root) for name in required
+        _exclude(properties[name], others[name], root) for name in properties.keys() & others
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import logits_process
@@ -40,11 +42,12 @@ class LogitsProcessors:
     """Processors one after the other, as `LogitsProcessorList` runs them (see `PathProcessor`).
 
     Raises:
-        ArgumentError: if one does not give the same scores when it is called again.
+        ArgumentError: if one does not give the same scores when it is called again, or changes
+            later.
     """
 
     def __init__(self, processors: Sequence[Processor]) -> None:
-        self.processors, self.text, self.were_repeated = processors, list[int](), False
+        self.processors, self.text, self.states = processors, list[int](), list[Any]()
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
         """See `PathProcessor`."""
@@ -60,30 +63,36 @@ class LogitsProcessors:
             rows = [row for row, path in enumerate(paths) if len(path) == length]
             ids = torch.tensor([[*self.text, *paths[row]] for row in rows], device=logits.device)
             scores = logits[rows]
-            for processor in self.processors:
-                if not self.were_repeated:
-                    check_repeats(processor, ids, scores)
+            for number, processor in enumerate(self.processors):
+                if number == len(self.states):
+                    self.states.append(check_repeats(processor, ids, scores))
                 scores = _in_batches(processor, ids, scores)
+                if _state(processor) != self.states[number]:
+                    raise changes(processor)
             logits[rows] = scores.float()
-            self.were_repeated = True
         return logits
 
 
-def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> None:
-    """Refuse a processor that counts its calls or keeps what it was given."""
+def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> Any:
+    """Refuse a processor that counts its calls or keeps what it was given; returns its state."""
     first, state = _in_batches(processor, ids, scores), _state(processor)
     try:
-        again = _in_batches(processor, ids, scores)
-        repeats = torch.equal(first, again) and _state(processor) == state
+        repeats = torch.equal(first, _in_batches(processor, ids, scores))
     except Exception:
         repeats = False
     if not repeats:
-        name = getattr(processor, "__name__", type(processor).__name__)
-        raise ArgumentError(
-            f"logits_processor: {name} changes from call to call, expected a function of token "
-            "ids and scores, which a tree calls once for each node; leave it out (a grammar is "
-            "given as constraint=Grammar(...))"
-        )
+        raise changes(processor)
+    return state
+
+
+def changes(processor: Processor) -> ArgumentError:
+    """The error for a processor whose scores depend on the calls before."""
+    name = getattr(processor, "__name__", type(processor).__name__)
+    return ArgumentError(
+        f"logits_processor: {name} changes from call to call, expected a function of token "
+        "ids and scores, which a tree calls once for each node; leave it out (a grammar is "
+        "given as constraint=Grammar(...))"
+    )
 
 
 def _in_batches(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
@@ -100,9 +109,17 @@ def _rows(ids: Tensor, scores: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(ids.split(1), scores.split(1), strict=True)
 
 
-def _state(processor: Any) -> dict[str, Any]:
-    """What changes when a processor keeps something in its attributes."""
-    return {
-        name: value.sum().item() if isinstance(value, Tensor) else repr(value)
-        for name, value in getattr(processor, "__dict__", {}).items()
-    }
+def _state(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """What changes when a processor keeps something: in attributes, containers and closures."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return str(value.sum().item())  # as text, because NaN differs from itself
+    if isinstance(value, torch.nn.Module) or id(value) in seen:
+        return id(value)
+    seen |= {id(value)}
+    parts = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    names = ("__dict__", "__self__", "func", "args", "keywords")  # the last three of a partial
+    parts += [getattr(value, name, None) for name in names]
+    if isinstance(value, (list, tuple, set, deque, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        parts += [item for item in items if not isinstance(item, (int, str, float))]
+    return repr(value), [_state(part, seen) for part in parts if part is not None]

@@ -37,6 +37,20 @@ def test_a_users_own_endings_end_where_transformers_ends(criteria, eos):
     assert inside(**options).equal(expected)
 
 
+@pytest.mark.parametrize("padding", [None, 0, 9])
+def test_several_sequences_have_the_padding_of_transformers(padding):
+    """Without a padding token it is the first end token."""
+    for ends in ([40, *range(10, 30)], [*range(10, 30), 40]):
+        options = dict(eos_token_id=ends, pad_token_id=padding, do_sample=True, top_k=0)
+        rows = inside(num_return_sequences=6, seed=1, temperature=1.5, **options)
+        width = rows.shape[1]
+        for number, row in enumerate(rows):
+            alone = inside(seed=1 + number, temperature=1.5, **options)[0]
+            filled = [ends[0] if padding is None else padding] * (width - len(alone))
+            assert row.tolist() == alone.tolist() + filled
+        assert any(row[-1] == row[-2] for row in rows), "the control: none is padded"
+
+
 def test_set_seed_makes_generate_repeat():
     texts = []
     for seed in (0, 0, 1):
