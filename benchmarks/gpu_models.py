@@ -5,20 +5,20 @@ The time of a step does not depend on the values of the weights.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import Acceptance, TokenTree, load_tree
+from sequoia_plan.artifacts.expected_tokens import node_values
 from sequoia_plan.runtime import Pair
-from sequoia_plan.runtime.backends import FUSED, pack_draft, place
+from sequoia_plan.runtime.backends import FUSED, RESIDENT, pack_draft, place
 from sequoia_plan.runtime.backends.modules.streamed_layers import attach_stream, view_slots
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.models.dtype import dtype_name
+from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.offload.host_stream import HostStream, pin
 from sequoia_plan.runtime.offload.memory import SLOTS
 from sequoia_plan.runtime.offload.weight_file import Place, WeightBlock, aligned_memory
@@ -50,10 +50,10 @@ class Scale(NamedTuple):
         contexts: tokens in the cache of the 8B target.
         nodes: of its tree.
         sizes: nodes of the trees of llama-2.
-        copy_bytes: bytes of the copy that memory bandwidth is measured with.
         num_prompts: prompts that the embedded pair decodes.
         embedded: shape of the embedded target; of the others by their names.
         streamed_layers: layers of the 8B target that are streamed.
+        placement: of the embedded pair.
     """
 
     rounds: int = 20
@@ -61,25 +61,26 @@ class Scale(NamedTuple):
     contexts: tuple[int, ...] = (512, 8192)
     nodes: int = 64
     sizes: tuple[int, ...] = (1, 128, 64, 768, 16, 256)
-    copy_bytes: int = 1 << 30
     num_prompts: int = 10
     embedded: Shape = shape(576, 1536, 30, 9, 3, 49_152)
     llama_8b: Shape = shape(4096, 14_336, 32, 32, 8, 128_256)
     llama_7b: Shape = shape(4096, 11_008, 32, 32, 32, 32_000)
     llama_68m: Shape = shape(768, 3072, 2, 12, 12, 32_000)
     streamed_layers: int = 8
+    placement: str = FUSED
 
 
 TINY = shape(64, 128, 4, 4, 2, 512)
 FULL = Scale()
-QUICK = Scale(2, 8, (16, 40), 7, (1, 4), 1 << 16, 1, TINY, TINY, TINY, TINY, 2)
+QUICK = Scale(2, 8, (16, 40), 7, (1, 4), 1, TINY, TINY, TINY, TINY, 2, RESIDENT)
 
 
 def random_pair(
-    target: Shape, draft: Shape | None, device: torch.device, dtype: torch.dtype
+    target: Shape, draft: Shape | None, device: torch.device, dtype: torch.dtype | None = None
 ) -> Pair:
     """Llamas with random weights on the device, fused; without a `draft`, EAGLE-3 drafts."""
     torch.manual_seed(0)
+    dtype = dtype or resolve_dtype("auto", device.type)
 
     def random_llama(dimensions: Shape) -> Any:
         with torch.device(device):
@@ -105,30 +106,12 @@ def random_pair(
     return Pair(target_model, eagle, None)
 
 
-def likely_tree(rates: Sequence[float], size: int, depth: int) -> TokenTree:
-    """The nodes of largest value from the root on, in at most `depth` levels.
-
-    `rates` [ranks] that do not rise make it the best tree (Sequoia, arXiv 2402.12374). The planner
-    finds it, too, and needs numba.
-    """
-    parents = [-1]
-    heap = [(-rates[0], 0, 0, 1.0, 2)]  # -value, parent, rank, the parent's value, level
-    while len(parents) < size:
-        minus_value, parent, rank, parent_value, level = heapq.heappop(heap)
-        node = len(parents)
-        parents.append(parent)
-        if rank + 1 < len(rates):
-            sibling = (-parent_value * rates[rank + 1], parent, rank + 1, parent_value, level)
-            heapq.heappush(heap, sibling)
-        if level < depth:
-            heapq.heappush(heap, (minus_value * rates[0], node, 0, -minus_value, level + 1))
-    return TokenTree.from_parents(parents)
-
-
-def bytes_read(model: Any) -> int:
-    """Bytes of weights that a pass reads: of the input embeddings only single rows."""
-    embeddings = model.get_input_embeddings().weight
-    return sum(x.nbytes for x in model.parameters() if x is not embeddings)
+def likely_tree(acceptance: Acceptance, size: int) -> TokenTree:
+    """The `size` nodes of a large tree that are most likely accepted; solving needs numba."""
+    tree = load_tree("sequoia-example-768x18")
+    values = node_values(tree, acceptance.rates)
+    nodes = np.sort(np.argsort(-values, kind="stable")[:size])
+    return TokenTree.from_parents([-1, *np.searchsorted(nodes, tree.parents[nodes[1:]])])
 
 
 def stream_layers(model: Any, device: torch.device) -> HostStream:

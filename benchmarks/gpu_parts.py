@@ -9,22 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import re
 import statistics
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from gpu import KERNELS, read
-from gpu_models import FULL, QUICK, Scale, bytes_read, likely_tree, random_pair, stream_layers
+from gpu import KERNELS, UNFINISHED, read
+from gpu_models import FULL, QUICK, Scale, likely_tree, random_pair, stream_layers
 from reports import write_report
 
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree
@@ -37,24 +37,20 @@ from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.profiler.timing import random_prompt, timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import FUSED, RESIDENT, place
+from sequoia_plan.runtime.backends import RESIDENT, place
 from sequoia_plan.runtime.base import kernel_launch
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.models.dtype import resolve_dtype
 
-Setting = dict[str, Any]
 Figures = dict[str, Any]
-Row = tuple[Setting, Callable[[], Figures]]
+Row = tuple[dict[str, Any], Callable[[], Figures]]
 """A setting, of JSON values, and a function that measures it."""
 NOT_AS_MEANT = ".*cannot be (compiled|captured)"
 """What the warnings say after which something slower runs."""
-UNFINISHED = "its process ended before it"
-"""The error of a row while it is measured."""
+COPY_BYTES, COPIES = 1 << 28, 10
+"""Of the copies that memory bandwidth is measured with."""
 WARM_UP_STEPS = 8
 NUM_KERNELS = 40
 """Most kernels of a step that are listed, those that take longest."""
-DEPTH = 10
-"""Most levels of the trees of llama-2, as the paper's."""
 PAIR_SECONDS = 20
 """After so many, the embedded pair begins no other prompt."""
 
@@ -80,14 +76,15 @@ def compare_captured(pair: Pair, tree: TokenTree, temperature: float, scale: Sca
             decoder = SequoiaDecoder(pair.target, pair.draft, tree, captured=captured)
             prompt = random_prompt(pair, 20)
             text = decoder.generate(prompt, scale.tokens, temperature, seed=1).sequences[0]
-        return text.tolist(), decoder.step.models.graphs
+        return text[len(prompt) :].tolist(), decoder.step.models.graphs
 
     eager, _ = decode(False)
-    (tokens, graphs), (by_tensors, _) = decode(None), decode(False, KERNELS)
+    tokens, graphs = decode(pair.target.device.type == "cuda" or None)
+    by_tensors, _ = decode(False, KERNELS)
     figures = {
         "tokens": len(eager),
-        "captured_agree": num_equal(eager, tokens),
-        "without_kernels_agree": num_equal(eager, by_tensors),
+        "equal_if_captured": sum(map(operator.eq, eager, tokens)),
+        "equal_without_kernels": sum(map(operator.eq, eager, by_tensors)),
         "graphs": len(graphs.graphs) if graphs else 0,
     }
     if tokens != eager:
@@ -95,65 +92,48 @@ def compare_captured(pair: Pair, tree: TokenTree, temperature: float, scale: Sca
     return figures
 
 
-def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many first tokens are equal."""
-    pairs = zip(tokens, others, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def decode_not_finite(pair: Pair, tree: TokenTree) -> Figures:
     """Decode with a weight that is not a number, which must end in our error, then without it."""
     decoder, prompt = SequoiaDecoder(pair.target, pair.draft, tree), random_prompt(pair, 20)
-    weight = pair.target.module.lm_head.weight
-    sampling, before = Sampling(0.7, top_p=0.9), weight[7].clone()
-    with torch.no_grad():
-        weight[7] = torch.nan
+    weight, sampling = pair.target.module.lm_head.weight.data, Sampling(0.7, top_p=0.9)
+    before = weight[7].clone()
+    weight[7] = torch.nan
     try:
         decoder.generate(prompt, 8, sampling=sampling, seed=0)
     except SequoiaPlanError as error:
         says = str(error)
     else:
         raise RuntimeError("logits that are not finite gave tokens and no error")
-    with torch.no_grad():
-        weight[7] = before
-    return {"says": says, "tokens": decoder.generate(prompt, 8, sampling=sampling).num_new_tokens}
+    weight[7] = before
+    text = decoder.generate(prompt, 8, sampling=sampling, seed=0).sequences[0]
+    return {"says": says, "tokens": len(text) - len(prompt)}
 
 
 def time_step(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Time the step of an 8B target and an EAGLE-3 draft."""
-    pair = eagle_pair(scale, device)
-    yield {"models": "8B, EAGLE-3"}, functools.partial(memory_limit, pair, scale)
+    pair = random_pair(scale.llama_8b, None, device)
+    yield {"models": "8B, EAGLE-3"}, functools.partial(memory_limit, pair)
     trees = {"tree": bushy(scale.nodes), "plain": TokenTree.chain(1)}
-    settings = list(itertools.product(scale.contexts, trees))
-
-    def rows(
-        figure: str, measure: Callable[..., Figures], *arguments: Any, **further: Any
-    ) -> Iterator[Row]:
-        """A row for each context and tree."""
-        for context, name in settings:
-            setting = {"figure": figure, "context": context, "tree": name, **further}
-            yield setting, functools.partial(measure, pair, trees[name], context, *arguments)
-
-    yield from rows("parts", time_parts, Sampling(0.6), scale.rounds)
-    yield from rows("steady", time_steady, True, scale.tokens, launches_ahead=True)
-    yield from rows("kernels", list_kernels)
-    yield from rows("steady", time_steady, False, scale.tokens, launches_ahead=False)
-    yield from rows("parts", time_parts, Sampling(), scale.rounds, temperature=0.0)
+    measures: dict[str, Callable[..., Figures]] = {
+        "parts at 0.6": functools.partial(time_parts, scale.rounds, Sampling(0.6)),
+        "steady": functools.partial(time_steady, scale.tokens),
+        "kernels": list_kernels,
+        "parts at 0": functools.partial(time_parts, scale.rounds, Sampling()),
+    }
+    for figure, context, name in itertools.product(measures, scale.contexts, trees):
+        setting = {"figure": figure, "context": context, "tree": name}
+        yield setting, functools.partial(measures[figure], pair, trees[name], context)
 
 
-def eagle_pair(scale: Scale, device: torch.device) -> Pair:
-    """An 8B target and an EAGLE-3 draft."""
-    return random_pair(scale.llama_8b, None, device, resolve_dtype("auto", device.type))
-
-
-def memory_limit(pair: Pair, scale: Scale) -> Figures:
-    """Measure memory bandwidth by a copy, and count what a pass of the target reads."""
-    device = pair.target.device
-    source, copy = (torch.ones(scale.copy_bytes, dtype=torch.uint8, device=device) for _ in "ab")
-    seconds = median_seconds(device, lambda: copy.copy_(source), scale.rounds)
+def memory_limit(pair: Pair) -> Figures:
+    """Measure memory bandwidth by a copy, and count the weights that a pass of the target reads."""
+    module, device = pair.target.module, pair.target.device
+    source, copy = (torch.ones(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = median_seconds(device, lambda: copy.copy_(source), COPIES)
+    embeddings = module.get_input_embeddings().weight  # single rows are read
     return {
-        "bytes_read_a_pass": bytes_read(pair.target.module),
-        "copy_bytes_per_second": round(2 * scale.copy_bytes / seconds),
+        "bytes_read_a_pass": sum(x.nbytes for x in module.parameters() if x is not embeddings),
+        "copy_bytes_per_second": round(2 * COPY_BYTES / seconds),
     }
 
 
@@ -163,7 +143,7 @@ def median_seconds(device: torch.device, run: Callable[[], Any], rounds: int) ->
 
 
 def time_parts(
-    pair: Pair, tree: TokenTree, context: int, sampling: Sampling, rounds: int
+    rounds: int, sampling: Sampling, pair: Pair, tree: TokenTree, context: int
 ) -> Figures:
     """Time the parts of a captured step."""
     return {"size": tree.size} | breakdown(pair, tree, sampling, context, rounds)
@@ -209,17 +189,11 @@ def list_kernels(pair: Pair, tree: TokenTree, context: int) -> Figures:
     }
 
 
-def time_steady(
-    pair: Pair, tree: TokenTree, context: int, launches_ahead: bool, tokens: int
-) -> Figures:
-    """Time a decoder from step to step; what this exceeds a step's parts by, the host takes."""
+def time_steady(tokens: int, pair: Pair, tree: TokenTree, context: int) -> Figures:
+    """Time a decoder from step to step; what this exceeds a step by, the host takes."""
     decoder, num_steps = SequoiaDecoder(pair.target, pair.draft, tree), WARM_UP_STEPS + tokens
     prompt, times = random_prompt(pair, context), []
-    with (
-        torch.inference_mode(),
-        mock.patch.object(CapturedStep, "launches_ahead", launches_ahead),
-        closing(decoder.steps(prompt, num_steps * tree.depth, Sampling(0.6), seed=0)) as steps,
-    ):
+    with closing(decoder.steps(prompt, num_steps * tree.depth, Sampling(0.6), seed=0)) as steps:
         for _ in itertools.islice(steps, num_steps):
             times.append(time.perf_counter())
     seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -240,7 +214,7 @@ def without_kernels(*names: str) -> Iterator[None]:
 
 def time_kernels(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Time the step of the 8B target without each of our kernels."""
-    pair, tree = eagle_pair(scale, device), bushy(scale.nodes)
+    pair, tree = random_pair(scale.llama_8b, None, device), bushy(scale.nodes)
     yield from without_each_kernel(pair, tree, scale.contexts[-1], scale.rounds)
 
 
@@ -267,20 +241,19 @@ def without_each_kernel(pair: Pair, tree: TokenTree, context: int, rounds: int) 
 
 def time_llama_2(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Time the steps of a 7B target and a 68M draft, and project their tokens a second."""
-    dtype = resolve_dtype("auto", device.type)
-    pair = random_pair(scale.llama_7b, scale.llama_68m, device, dtype)
-    yield {"models": "7B, 68M"}, functools.partial(memory_limit, pair, scale)
+    pair = random_pair(scale.llama_7b, scale.llama_68m, device)
+    yield {"models": "7B, 68M"}, functools.partial(memory_limit, pair)
     acceptance = Profile.load(CATALOG / "profiles" / "sequoia-example.yaml").acceptance
-    rates, context = acceptance.pooled().tolist(), scale.contexts[0]
+    context = scale.contexts[0]
 
     def time_tree(tree: TokenTree, temperature: float) -> Figures:
         """The parts of a step, and the projected tokens of one and of a second."""
-        figures = time_parts(pair, tree, context, Sampling(temperature), scale.rounds)
+        figures = time_parts(scale.rounds, Sampling(temperature), pair, tree, context)
         tokens = expected_tokens(tree, acceptance.rates)
         projected = {"expected_tokens": tokens, "tokens_per_second": tokens / figures["step"]}
         return figures | {"depth": tree.depth, "projected": projected}
 
-    trees = {size: likely_tree(rates, size, DEPTH) for size in scale.sizes}
+    trees = {size: likely_tree(acceptance, size) for size in scale.sizes}
     for temperature, size in itertools.product((0.6, 0.0), trees):
         measure = functools.partial(time_tree, trees[size], temperature)
         yield {"nodes": size, "temperature": temperature}, measure
@@ -290,14 +263,13 @@ def time_llama_2(scale: Scale, device: torch.device) -> Iterator[Row]:
 def time_streamed(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Time a step with layers on the device, then streamed; on the CPU nothing is streamed."""
     shape = scale.llama_8b | {"num_hidden_layers": scale.streamed_layers}
-    dtype, context = resolve_dtype("auto", device.type), scale.contexts[0]
-    pair = random_pair(shape, scale.llama_68m, device, dtype)
+    pair, context = random_pair(shape, scale.llama_68m, device), scale.contexts[0]
     trees = {"plain": TokenTree.chain(1), "tree": bushy(scale.nodes)}
 
     def rows(placement: str) -> Iterator[Row]:
         """A row for each tree."""
         for name, tree in trees.items():
-            arguments = (pair, tree, context, Sampling(0.6), scale.rounds)
+            arguments = (scale.rounds, Sampling(0.6), pair, tree, context)
             yield {"layers": placement, "tree": name}, functools.partial(time_parts, *arguments)
 
     yield from rows("on the device")
@@ -319,20 +291,20 @@ def time_streamed(scale: Scale, device: torch.device) -> Iterator[Row]:
 
 def bench_embedded_pair(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Decode the embedded pair's own prompts with a tree for its acceptance."""
-    pair = load_pair(device=str(device), placement=FUSED)
-    load_resident = functools.partial(load_pair, device=str(device), placement=RESIDENT)
+    load = functools.cache(functools.partial(load_pair, device=str(device)))
+    pair = load(placement=scale.placement)
 
     def bench(temperature: float, profile_name: str) -> Figures:
         """What bench says of each method, and the parts of a step."""
         profile = Profile.load(CATALOG / "profiles" / f"{profile_name}.yaml")
-        tree = likely_tree(profile.acceptance.pooled().tolist(), scale.nodes, DEPTH)
+        tree = likely_tree(profile.acceptance, scale.nodes)
         sampling, plain = Sampling(temperature), TokenTree.chain(1)
         trees = {
             name: (t, sampling.verifier) for name, t in (("plain", plain), ("traversal", tree))
         }
         result = compare(
             pair,
-            load_resident,
+            functools.partial(load, placement=RESIDENT),
             tree,
             trees,
             sampling,
@@ -367,7 +339,7 @@ def measure_part(path: Path, number: int) -> None:
     run["hardware"] = fingerprint(device)
     started = time.perf_counter()
 
-    def note(setting: Setting | None, figures: Figures) -> None:
+    def note(setting: dict[str, Any] | None, figures: Figures) -> None:
         """Put a row at the end, or in the place of one that is not finished; write the report."""
         if rows and rows[-1].get("error") == UNFINISHED:
             rows.pop()
@@ -381,10 +353,9 @@ def measure_part(path: Path, number: int) -> None:
     with without_kernels(*run["without"]), warnings.catch_warnings(record=True) as caught:
         # as an error, such a warning has a traceback that says what failed
         warnings.filterwarnings("error" if run["broken"] else "always", message=NOT_AS_MEANT)
-        note(None, {"error": UNFINISHED})
         try:
             for setting, measure in PARTS[run["part"]](QUICK if run["quick"] else FULL, device):
-                if run["settings"] is None or setting in run["settings"]:
+                if None in run["settings"] or setting in run["settings"]:
                     note(setting, {"error": UNFINISHED})
                     note(setting, attempt(measure, device))
                 note(None, {"error": UNFINISHED})
