@@ -15,7 +15,7 @@ EXTRAS = {
     "torch": "runtime",
     "transformers": "runtime",
     "accelerate": "offload",
-    "psutil": "offload",
+    "psutil": "runtime",
     "gguf": "gguf",
     "matplotlib": "plot",
 }

@@ -56,7 +56,7 @@ class DFlashDrafter(HiddenStateDrafter):
         return int(self.model.block.levels)
 
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
-        """See `Drafter`: the same for every tree, without drawing, which is timed with verification.
+        """See `Drafter`: the same for every tree; drawing is timed with verification.
 
         Logits of all levels are computed as after the root's token, but no node gets children.
         """

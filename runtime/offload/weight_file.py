@@ -12,8 +12,9 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -319,11 +320,13 @@ def cached_weights(
             if is_locked:
                 layout, fill = plan()
                 hashed = stack.enter_context(ThreadPoolExecutor(1)).submit(content_of, files)
-                write_weights(
-                    path, layout, fill, lambda: structs.replace(source, content=hashed.result()),
-                    on_bytes,
-                )  # fmt: skip
+                write_weights(path, layout, fill, partial(_with_content, source, hashed), on_bytes)
     return WeightFile(path, source.fingerprint)
+
+
+def _with_content(source: Source, hashed: Future[str]) -> Source:
+    """The source, once its hash is there."""
+    return structs.replace(source, content=hashed.result())
 
 
 def cache_folder() -> Path:

@@ -25,7 +25,9 @@ def random_logits(seed: int, vocabulary: int, kind: str) -> torch.Tensor:
     if kind == "few values":
         return logits.round()
     if kind == "hardly any":
-        return logits.where(logits >= logits.topk(min(2, vocabulary), -1).values[:, -1:], -torch.inf)
+        return logits.where(
+            logits >= logits.topk(min(2, vocabulary), -1).values[:, -1:], -torch.inf
+        )
     return logits
 
 
@@ -81,7 +83,9 @@ def test_children_in_turn(vocabulary, kind, by_tensors):
     # a sum of 3,000 probabilities in another order may round to a neighbour
     assert (drawn == by_operations).float().mean() > 0.9
     if kind == "random" and vocabulary == 3000:
-        assert (drawn == by_tensors(drawing.in_turn, probs, count, bits.flip(1))).float().mean() < 0.9
+        assert (
+            drawn == by_tensors(drawing.in_turn, probs, count, bits.flip(1))
+        ).float().mean() < 0.9
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

@@ -1,4 +1,4 @@
-"""A model whose weights are packed in a file of the cache: mapped into memory, or streamed from it."""
+"""A model whose weights are packed in a file of the cache: mapped, or streamed from it."""
 
 import math
 from collections.abc import Mapping, Sequence
