@@ -26,8 +26,9 @@ from sequoia_plan.profiler.decoding_methods import (
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime.backends import RESIDENT
 from sequoia_plan.runtime.models.dtype import dtype_name
-from sequoia_plan.runtime.pair import RESIDENT, with_draft
+from sequoia_plan.runtime.pair import with_draft
 
 TRANSFORMERS_METHODS = {"generate", "assisted", "lookup"}
 LOOKUP_TOKENS = 10

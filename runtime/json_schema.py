@@ -123,11 +123,12 @@ def _exclude(one: Any, other: Any, root: Any) -> bool:
         types and other_types and not types & other_types
     ):
         return True
-    properties, others = (
+    required, others_required = (
         {name: part["properties"][name] for name in part.get("required", ())} for part in both
     )
     return any(
-        _exclude(properties[name], others[name], root) for name in properties.keys() & others
+        _exclude(required[name], others_required[name], root)
+        for name in required.keys() & others_required
     )
 
 

@@ -168,18 +168,19 @@ def add_draft(
     source = draft or DEFAULT_DRAFT
     source = str(embedded_draft(source)) if source in EMBEDDED_DRAFTS else source
     name = name_of(source)
+    model: Any
     if draft == INT8:
         model = backends.copy_in_8_bits(target)
         name = model.name
     elif source.endswith(".safetensors"):
         model, name = backends.place(load_draft(source, target), placement), Path(source).stem
         model.name = name
-    elif draft == MTP or (checkpoint := find_checkpoint(source)):
-        if draft == MTP:
-            model, name = load_mtp(target), MTP
-        else:
-            model = load_checkpoint(checkpoint, target, target.dtype)
-            remarks += length_remarks(checkpoint, model, target)
+    elif draft == MTP:
+        model, name = load_mtp(target), MTP
+        backends.pack_draft(model, placement)
+    elif checkpoint := find_checkpoint(source):
+        model = load_checkpoint(checkpoint, target, target.dtype)
+        remarks += length_remarks(checkpoint, model, target)
         backends.pack_draft(model, placement)
     else:
         model = backends.load_model(source, device, dtype, placement, on_bytes=on_bytes)

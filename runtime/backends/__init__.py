@@ -10,7 +10,6 @@ from sequoia_plan.runtime.backends.loading import (
     PLACEMENTS,
     RESIDENT,
     OffloadedModel,
-    copy_in_8_bits,
     keep_loaded,
     load_model,
     loaded,
@@ -18,6 +17,7 @@ from sequoia_plan.runtime.backends.loading import (
     place,
 )
 from sequoia_plan.runtime.backends.modules.self_draft import INT8
+from sequoia_plan.runtime.backends.modules.self_draft import self_draft as copy_in_8_bits
 
 __all__ = [
     "CAN_COMPILE", "COMPILED", "FUSED", "INT8", "PLACEMENTS", "RESIDENT", "OffloadedModel",

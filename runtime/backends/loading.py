@@ -119,8 +119,9 @@ def load_model(
         SequoiaPlanError: if it cannot be found or loaded, or `bits` are asked for and it is not
             compiled.
     """
-    files, torch_dtype, remarks = find_model(source), resolve_dtype(dtype, device), ()
-    backend: Backend | None = None
+    files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
+    backend: Any = None
+    remarks: tuple[str, ...] = ()
     if placement == COMPILED:
         from sequoia_plan.runtime.backends.packed.loading import load_packed
 

@@ -140,9 +140,10 @@ def _load(
 def _embeddings_of(target: LoadedModel) -> nn.Embedding:
     """The target's own, or a copy where it has them packed."""
     if target.module is not None:
-        return target.module.get_input_embeddings()
+        embeddings: nn.Embedding = target.module.get_input_embeddings()
+        return embeddings
     table = target.backend.embed(torch.arange(target.num_embeddings))
-    return nn.Embedding(*table.shape, _weight=table)
+    return nn.Embedding.from_pretrained(table)
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

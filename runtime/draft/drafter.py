@@ -62,7 +62,7 @@ class Drafter(Protocol):
     vocabulary: int
     d2t: Tensor | None
     aux_hidden_state_layers: tuple[int, ...] = ()
-    notes_finite = True
+    notes_finite: bool = True
     """Does each pass note in its cache whether its logits are finite?"""
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:

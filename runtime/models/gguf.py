@@ -74,7 +74,8 @@ class GgufSource:
             """Rows of the file, in the order of transformers."""
             return tensor.read(first, end) if order is None else tensor.read()[order[first:end]]
 
-        return StoredMatrix(tensor.format, *tensor.shape, read)
+        outputs, inputs = tensor.shape
+        return StoredMatrix(tensor.format, outputs, inputs, read)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """See `WeightSource`."""
@@ -124,14 +125,15 @@ def transformers_name(name: str) -> str:
 def end_tokens(file: GgufFile) -> list[int]:
     """The tokens that end a text: those that the metadata names, and those that llama.cpp knows."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = {file.metadata.get(f"tokenizer.ggml.{key}") for key in keys}
+    found = (file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+    ends = {number for number in found if number is not None}
     tokens = file.metadata.get("tokenizer.ggml.tokens", ())
     kinds = file.metadata.get("tokenizer.ggml.token_type", ())
     known = ENDS - {"<|end|>"} if "<|return|>" in tokens else ENDS  # there, it ends a message
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
         if kind == CONTROL and token in known:
             ends.add(number)
-    return sorted(ends - {None})
+    return sorted(ends)
 
 
 def gguf_tokenizer(file: GgufFile, config: Any) -> Any:

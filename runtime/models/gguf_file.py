@@ -114,7 +114,7 @@ def read_gguf(path: Path) -> GgufFile:
 class _Reader:
     """Reads values one after the other from the bytes of a file."""
 
-    def __init__(self, data: NDArray[np.uint8]) -> None:
+    def __init__(self, data: Any) -> None:
         self.place, self.view = 0, memoryview(data)
 
     def header(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:

@@ -82,6 +82,10 @@ class Backend(Protocol):
         """
 
     @abstractmethod
+    def is_stale(self) -> bool:
+        """Is the model no longer what the backend was made for?"""
+
+    @abstractmethod
     def check(self) -> None:
         """Follow changes of the model, or raise SequoiaPlanError."""
 

@@ -94,7 +94,7 @@ class CheckpointSource:
         rows = self.file_of[name].get_slice(name)
         return StoredMatrix(
             DTYPE_FORMATS[rows[:0].dtype],
-            *rows.get_shape(),
+            *_sizes(rows.get_shape()),
             lambda first, end: bytes_of_rows(rows[first:end]),
         )
 
@@ -124,12 +124,18 @@ class ModuleSource:
         return self.tensors[name].detach().float().numpy()
 
 
+def _sizes(shape: Sequence[int]) -> tuple[int, int]:
+    """A matrix's outputs and inputs."""
+    outputs, inputs = shape
+    return outputs, inputs
+
+
 def stored_matrix(weight: Tensor) -> StoredMatrix:
     """A matrix in memory as rows of bytes."""
     weight = weight.detach()
     return StoredMatrix(
         DTYPE_FORMATS[weight.dtype],
-        *weight.shape,
+        *_sizes(weight.shape),
         lambda first, end: bytes_of_rows(weight[first:end]),
     )
 

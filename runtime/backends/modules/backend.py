@@ -117,7 +117,7 @@ class ModuleBackend(Backend):
             register_hooks(plain, layers, hidden_states)
 
     def is_stale(self) -> bool:
-        """Is the model no longer what the backend was made for?"""
+        """See `Backend`."""
         is_stale = bool(self.structure.changes(self.module))
         return is_stale or (self.twin is not None and self.twin.is_stale())
 

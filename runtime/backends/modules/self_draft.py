@@ -70,7 +70,7 @@ def self_draft(
     # a tied head has a name of its own
     tensors = dict(target.named_parameters(remove_duplicate=False))
     module = _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
-    recorded = {"placement": "resident"}
+    recorded: dict[str, Any] = {"placement": "resident"}
     if num_fused := num_fused_layers(module):
         recorded["fused_layers"] = num_fused
     draft = LoadedModel(

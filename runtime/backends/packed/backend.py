@@ -75,7 +75,7 @@ class PackedBackend(Backend):
             )
 
     def is_stale(self) -> bool:
-        """Is the model no longer what the backend was made for?"""
+        """See `Backend`."""
         return False
 
     def check(self) -> None:

@@ -66,15 +66,15 @@ class StreamedFile(PackedBackend):
             number: self.file.memory_of(self.layers[number]) for number in split.resident_layers
         }
         self.streamed_layers = [n for n in range(len(self.layers)) if n not in resident]
-        memories = [self.outside]
+        memories, slots = [self.outside], list[torch.Tensor]()
         if self.streamed_layers:
             blocks = [self.layers[number] for number in self.streamed_layers]
-            self.stream = DiskStream(self.file, blocks, split.slots, torch.device("cpu"))
-            finalize(self, self.stream.close)
+            self.stream = stream = DiskStream(self.file, blocks, split.slots, torch.device("cpu"))
+            slots = stream.memory
+            finalize(self, stream.close)
         for number, block in enumerate(self.layers):
             memory = resident.get(number)
             if memory is None:
-                slots = self.stream.memory
                 memory = slots[self.streamed_layers.index(number) % len(slots)][: block.size]
             memories.append(memory.numpy())
         self.recorded |= split.to_metadata(link, len(self.layers))
