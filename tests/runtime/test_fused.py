@@ -39,6 +39,15 @@ SEQUENTIAL = {
 """The verifiers that reject one child after the other, and the draws that each is exact for."""
 
 
+@pytest.fixture(autouse=True)
+def _drawn_as_on_cuda(monkeypatch):
+    """A CPU has another way to draw, and loops in place of tensor operations."""
+    drawing_on = Sampling.drawing_on
+    on_cuda = lambda sampling, _: drawing_on(sampling, torch.device("cuda"))  # noqa: E731
+    monkeypatch.setattr(Sampling, "drawing_on", on_cuda)
+    monkeypatch.setattr(kernel_launch, "HAS_NUMBA", False)
+
+
 @pytest.fixture
 def use_kernels(monkeypatch):
     """Let kernels run as on CUDA, each program over few tokens: a vocabulary takes several."""
