@@ -1,11 +1,14 @@
 """GGUF models: the weights of a file by transformers' names, in their own bits."""
 
 import importlib.util
+from collections.abc import Container
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
@@ -136,12 +139,46 @@ def end_tokens(file: GgufFile) -> list[int]:
     return sorted(ends)
 
 
+TOKENIZER_KEYS = (
+    "model pre tokens scores token_type token_type_count merges add_bos_token add_eos_token "
+    "add_space_prefix"
+)
+AS_GPT2 = "gpt-2 phi-2 jina-es jina-de mpt olmo jais"
+DIGITS_APART = "smollm starcoder refact command-r codeshell exaone minerva-7b"
+"""How text is split by `tokenizer.ggml.pre`: as GPT-2 does, or each digit apart before that."""
+
+
+def refuse_tokenizer(file: GgufFile, known: Container[str]) -> None:
+    """Raise SequoiaPlanError for metadata of the tokenizer that it would not follow."""
+    prefix = "tokenizer.ggml."
+    own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    spaces = own.get("model") == "llama" and not file.architecture.startswith("gemma")
+    for key, value in own.items():
+        if (
+            (key not in TOKENIZER_KEYS.split() and not key.endswith("_token_id") and value)
+            or (key == "pre" and own.get("model") == "gpt2" and value not in known)
+            or (key == "add_space_prefix" and spaces and not value)
+        ):
+            raise SequoiaPlanError(
+                f"{file.path}: {prefix}{key} is {value!r:.60}, which the tokenizer would not "
+                "follow; use the model as a folder or a hub ID"
+            )
+
+
 def gguf_tokenizer(file: GgufFile, config: Any) -> Any:
     """The tokenizer of a GGUF file, as transformers' AutoTokenizer makes it.
 
     For Llama-like models that looks at the file's configuration again, which takes seconds.
     """
+    splits: Any = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    known = splits.GGUF_PRE_TOKENIZER_SPLITS
+    refuse_tokenizer(file, {*known, *AS_GPT2.split(), *DIGITS_APART.split()})
     loads: Any = AutoTokenizer
     if config.model_type in ("llama", "qwen2", "qwen3"):
         loads = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
-    return loads.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    tokenizer = loads.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    if file.metadata.get("tokenizer.ggml.pre") in DIGITS_APART.split():
+        backend = tokenizer.backend_tokenizer
+        parts = [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    return tokenizer

@@ -54,6 +54,14 @@ ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
 ROPE_DIMENSIONS = "rope.dimension_count"
 WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout"}
+NEUTRAL = {
+    0: "attention.sliding_window attention.max_alibi_bias attention.clamp_kqv expert_count "
+    "expert_used_count expert_shared_count attn_logit_softcapping final_logit_softcapping",
+    1: "logit_scale residual_scale embedding_scale attention.causal rope.scaling.attn_factor",
+}
+"""Keys of the metadata that change nothing with a value of 0, or of 1."""
+LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models whose attention llama.cpp scales by hidden size over heads; no key says."""
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that divides the frequencies of rotary embeddings, as Llama 3.1 and later need."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -73,6 +81,11 @@ def read_config(file: GgufFile) -> Any:
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     if metadata.get("attention.key_length", head_size(config)) != head_size(config):
         config.head_dim = metadata["attention.key_length"]
+    if layers := LARGEST_GEMMA.get(file.architecture):
+        scale = head_size(config)
+        if config.num_hidden_layers == layers:
+            scale = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = scale
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     for key, value in metadata.items():
@@ -137,6 +150,12 @@ def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
 
 def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
     """Let a configuration have a value of the metadata; False if it has no place for it."""
+    names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
+    is_neutral = isinstance(value, (int, float)) and key in NEUTRAL.get(int(value), "").split()
+    if is_neutral and value == int(value) and (names or not hasattr(config, key)):
+        for name in names:
+            setattr(config, name, None)
+        return True
     if key in HEAD_SIZES:
         return bool(value == head_size(config))
     if key == ROPE_DIMENSIONS:
@@ -150,7 +169,6 @@ def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
     layer_types = getattr(config, "layer_types", None)
     if key == "attention.sliding_window" and layer_types and WINDOWED not in layer_types:
         return False
-    names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
     if names and getattr(config, names[0]) != value:
         setattr(config, names[0], value)
     return bool(names)

@@ -74,6 +74,8 @@ class ModelFiles:
             if self.gguf:
                 return gguf_tokenizer(self.gguf, self.config)
             return AutoTokenizer.from_pretrained(self.path)
+        except SequoiaPlanError:
+            raise
         except Exception as error:
             raise SequoiaPlanError(
                 f"{self.path}: no tokenizer found ({first_line(error)})"

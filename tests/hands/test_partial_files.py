@@ -12,90 +12,18 @@ import numpy as np
 import pytest
 import torch
 from architectures import tiny
+from gguf_files import IDS, SIZES, SPLIT, add_metadata, logits_of, write, write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import load_pair
-from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.gguf import transformers_name
 from sequoia_plan.runtime.models.gguf_config import read_config
 from sequoia_plan.runtime.models.gguf_file import read_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
-NAMES = {
-    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    "lm_head": "output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "",
-}  # fmt: skip
-"""transformers' names -> those of GGUF files."""
-IDS = torch.arange(24)[None]
-SPLIT = "split.count"
-
-
-def logits_of(pair, positions=IDS[0]):
-    """What the target's pass gives for IDS, float [24, vocabulary]."""
-    slots, cache = IDS[0], pair.target.new_cache(160)
-    mask = additive_mask(slots <= slots[:, None], pair.target.dtype)
-    with torch.inference_mode():
-        return pair.target(cache, IDS[0], positions, slots, mask).logits
-
-
-def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
-    """Write a Llama, Qwen2 or Qwen3 as llama.cpp's converter does, with matrices in `kind`."""
-    config, architecture = model.config, model.config.model_type
-    writer = gguf.GGUFWriter(path, architecture)
-    settings = {
-        "context_length": config.max_position_embeddings,
-        "block_count": config.num_hidden_layers,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "attention.key_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": config.rope_parameters["rope_theta"],
-        "vocab_size": config.vocab_size,
-    }
-    add_metadata(writer, architecture, settings | dict(metadata))
-    quantised, written = gguf.GGMLQuantizationType[kind], {}
-    for name, parameter in model.named_parameters():
-        weight, heads = parameter.detach().float().numpy(), config.num_attention_heads
-        heads = {"q_proj": heads, "k_proj": config.num_key_value_heads}.get(name[-13:-7])
-        if heads and architecture == "llama":  # llama.cpp rotates neighbours
-            halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
-            weight = halves.swapaxes(1, 2).reshape(weight.shape)
-        for ours, theirs in NAMES.items():
-            name = name.replace(ours, theirs)
-        written[name] = weight
-    for name, weight in (written | dict(tensors)).items():
-        is_matrix = weight.ndim == 2 and kind != "F32"
-        raw = gguf.quants.quantize(weight, quantised) if is_matrix else np.ascontiguousarray(weight)
-        if name not in without:
-            writer.add_tensor(name, raw, raw_dtype=quantised if is_matrix else None)
-    write(writer)
-    return str(path)
-
-
-def add_metadata(writer, architecture, settings):
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in settings.items():
-        add[type(value)](key if key == SPLIT else f"{architecture}.{key}", value)
-    tokens = [chr(256 + number) for number in range(settings["vocab_size"])]
-    tokens[2] = tokens[0] + tokens[1]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-
-
-def write(writer):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")
