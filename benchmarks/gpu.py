@@ -89,9 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run = run_part(options.output, order, seconds)
             failures = len(failed_settings(run))
             has_failed |= failures > 0 or "error" in run
-            without_which = f" without {', '.join(without)}" if without else ""
-            outcome = f"{len(run['rows'])} rows, {failures} failed"
-            print(f"{name}{without_which}: {outcome}", run.get("error", ""), flush=True)
+            outcome = f"{len(run['rows'])} rows, {failures} failed {run.get('error', '')}"
+            print(name, *(f"without {kernel}" for kernel in without), outcome, flush=True)
     return int(has_failed)
 
 

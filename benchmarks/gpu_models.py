@@ -119,10 +119,10 @@ def stream_layers(model: Any, device: torch.device) -> HostStream:
     memories, blocks = [], []
     for layer in model.model.layers:
         places, size = {}, 0
-        matrices = [(name, x) for name, x in layer.named_parameters() if x.ndim > 1]
-        for name, weight in matrices:  # norms are on the device, as in a target that is streamed
-            places[name] = Place(dtype_name(weight.dtype), tuple(weight.shape), size)
-            size = round_up(size + weight.nbytes, 512)
+        for name, weight in layer.named_parameters():
+            if weight.ndim > 1:  # norms are on the device, as in a target that is streamed
+                places[name] = Place(dtype_name(weight.dtype), tuple(weight.shape), size)
+                size = round_up(size + weight.nbytes, 512)
         blocks.append(WeightBlock(0, size, 0, places))
         memory = aligned_memory(size)
         for name, view in blocks[-1].views(memory).items():

@@ -46,7 +46,7 @@ Row = tuple[dict[str, Any], Callable[[], Figures]]
 """A setting, of JSON values, and a function that measures it."""
 NOT_AS_MEANT = ".*cannot be (compiled|captured)"
 """What the warnings say after which something slower runs."""
-COPY_BYTES, COPIES = 1 << 28, 10
+COPY_BYTES = 1 << 28
 """Of the copies that memory bandwidth is measured with."""
 WARM_UP_STEPS = 8
 NUM_KERNELS = 40
@@ -113,23 +113,23 @@ def time_step(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Time the step of an 8B target and an EAGLE-3 draft."""
     pair = random_pair(scale.llama_8b, None, device)
     yield {"models": "8B, EAGLE-3"}, functools.partial(memory_limit, pair)
-    trees = {"tree": bushy(scale.nodes), "plain": TokenTree.chain(1)}
     measures: dict[str, Callable[..., Figures]] = {
-        "parts at 0.6": functools.partial(time_parts, scale.rounds, Sampling(0.6)),
-        "steady": functools.partial(time_steady, scale.tokens),
+        "parts at 0.6": functools.partial(breakdown, sampling=Sampling(0.6), rounds=scale.rounds),
+        "steady": functools.partial(time_steady, tokens=scale.tokens),
         "kernels": list_kernels,
-        "parts at 0": functools.partial(time_parts, scale.rounds, Sampling()),
+        "parts at 0": functools.partial(breakdown, sampling=Sampling(), rounds=scale.rounds),
     }
-    for figure, context, name in itertools.product(measures, scale.contexts, trees):
-        setting = {"figure": figure, "context": context, "tree": name}
-        yield setting, functools.partial(measures[figure], pair, trees[name], context)
+    trees = bushy(scale.nodes), TokenTree.chain(1)
+    for figure, context, tree in itertools.product(measures, scale.contexts, trees):
+        measure = functools.partial(measures[figure], pair, tree, context=context)
+        yield {"figure": figure, "context": context, "nodes": tree.size}, measure
 
 
 def memory_limit(pair: Pair) -> Figures:
     """Measure memory bandwidth by a copy, and count the weights that a pass of the target reads."""
     module, device = pair.target.module, pair.target.device
     source, copy = (torch.ones(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = median_seconds(device, lambda: copy.copy_(source), COPIES)
+    seconds = median_seconds(device, lambda: copy.copy_(source))
     embeddings = module.get_input_embeddings().weight  # single rows are read
     return {
         "bytes_read_a_pass": sum(x.nbytes for x in module.parameters() if x is not embeddings),
@@ -137,16 +137,9 @@ def memory_limit(pair: Pair) -> Figures:
     }
 
 
-def median_seconds(device: torch.device, run: Callable[[], Any], rounds: int) -> float:
+def median_seconds(device: torch.device, run: Callable[[], Any], rounds: int = 10) -> float:
     """Median seconds of `run`, after two runs that do not count."""
     return statistics.median([timed(device, run)[1] for _ in range(rounds + 2)][2:])
-
-
-def time_parts(
-    rounds: int, sampling: Sampling, pair: Pair, tree: TokenTree, context: int
-) -> Figures:
-    """Time the parts of a captured step."""
-    return {"size": tree.size} | breakdown(pair, tree, sampling, context, rounds)
 
 
 @torch.inference_mode()
@@ -161,8 +154,9 @@ def step_after(
 
     def run() -> list[int]:
         """Run the step; its tokens are taken back."""
+        numbers: list[int] = step.run(extent, sampling).tolist()
         step.sequence.length.copy_(length)
-        return step.run(extent, sampling).tolist()
+        return numbers
 
     return step, run
 
@@ -189,7 +183,7 @@ def list_kernels(pair: Pair, tree: TokenTree, context: int) -> Figures:
     }
 
 
-def time_steady(tokens: int, pair: Pair, tree: TokenTree, context: int) -> Figures:
+def time_steady(pair: Pair, tree: TokenTree, context: int, tokens: int) -> Figures:
     """Time a decoder from step to step; what this exceeds a step by, the host takes."""
     decoder, num_steps = SequoiaDecoder(pair.target, pair.draft, tree), WARM_UP_STEPS + tokens
     prompt, times = random_prompt(pair, context), []
@@ -228,14 +222,13 @@ def without_each_kernel(pair: Pair, tree: TokenTree, context: int, rounds: int) 
         with without_kernels(*names):
             step, run_step = step_after(pair, tree, context)
             figures = {"seconds": median_seconds(pair.target.device, run_step, rounds)}
-            run_step()
             logits = step.run_target(step.extent(context - 1))[0].double()
         root_logits.append(logits)
         error = (logits - root_logits[0]).norm() / root_logits[0].norm()
         return figures | {"logits_differ_by": float(error)}
 
     for names in ((), *zip(KERNELS, strict=True), KERNELS, ()):
-        setting = {"without": list(names), "context": context, "size": tree.size}
+        setting = {"without": list(names), "context": context, "nodes": tree.size}
         yield setting, functools.partial(time_without, *names)
 
 
@@ -248,10 +241,14 @@ def time_llama_2(scale: Scale, device: torch.device) -> Iterator[Row]:
 
     def time_tree(tree: TokenTree, temperature: float) -> Figures:
         """The parts of a step, and the projected tokens of one and of a second."""
-        figures = time_parts(scale.rounds, Sampling(temperature), pair, tree, context)
+        figures = breakdown(pair, tree, Sampling(temperature), context, scale.rounds)
         tokens = expected_tokens(tree, acceptance.rates)
-        projected = {"expected_tokens": tokens, "tokens_per_second": tokens / figures["step"]}
-        return figures | {"depth": tree.depth, "projected": projected}
+        return {
+            **figures,
+            "depth": tree.depth,
+            "expected_tokens": tokens,
+            "projected_tokens_per_second": tokens / figures["step"],
+        }
 
     trees = {size: likely_tree(acceptance, size) for size in scale.sizes}
     for temperature, size in itertools.product((0.6, 0.0), trees):
@@ -264,13 +261,13 @@ def time_streamed(scale: Scale, device: torch.device) -> Iterator[Row]:
     """Time a step with layers on the device, then streamed; on the CPU nothing is streamed."""
     shape = scale.llama_8b | {"num_hidden_layers": scale.streamed_layers}
     pair, context = random_pair(shape, scale.llama_68m, device), scale.contexts[0]
-    trees = {"plain": TokenTree.chain(1), "tree": bushy(scale.nodes)}
 
     def rows(placement: str) -> Iterator[Row]:
         """A row for each tree."""
-        for name, tree in trees.items():
-            arguments = (scale.rounds, Sampling(0.6), pair, tree, context)
-            yield {"layers": placement, "tree": name}, functools.partial(time_parts, *arguments)
+        for tree in (TokenTree.chain(1), bushy(scale.nodes)):
+            arguments = (pair, tree, Sampling(0.6), context, scale.rounds)
+            setting = {"layers": placement, "nodes": tree.size}
+            yield setting, functools.partial(breakdown, *arguments)
 
     yield from rows("on the device")
     if device.type == "cuda":
@@ -282,7 +279,7 @@ def time_streamed(scale: Scale, device: torch.device) -> Iterator[Row]:
         def time_link() -> Figures:
             """Bytes a second of a copy of one layer, and the bytes of all."""
             copy = functools.partial(memory.copy_, block, non_blocking=True)
-            seconds = median_seconds(device, copy, scale.rounds)
+            seconds = median_seconds(device, copy)
             return {"bytes": stream.bytes, "bytes_per_second": round(block.numel() / seconds)}
 
         yield {"layers": "link"}, time_link
@@ -294,31 +291,27 @@ def bench_embedded_pair(scale: Scale, device: torch.device) -> Iterator[Row]:
     load = functools.cache(functools.partial(load_pair, device=str(device)))
     pair = load(placement=scale.placement)
 
-    def bench(temperature: float, profile_name: str) -> Figures:
+    def bench(temperature: float, name: str) -> Figures:
         """What bench says of each method, and the parts of a step."""
-        profile = Profile.load(CATALOG / "profiles" / f"{profile_name}.yaml")
-        tree = likely_tree(profile.acceptance, scale.nodes)
-        sampling, plain = Sampling(temperature), TokenTree.chain(1)
-        trees = {
-            name: (t, sampling.verifier) for name, t in (("plain", plain), ("traversal", tree))
-        }
+        profile = Profile.load(CATALOG / "profiles" / f"smollm2-135m-epyc-2-cores-{name}.yaml")
+        tree, sampling = likely_tree(profile.acceptance, scale.nodes), Sampling(temperature)
+        verifier = sampling.verifier
         result = compare(
             pair,
             functools.partial(load, placement=RESIDENT),
             tree,
-            trees,
+            {"plain": (TokenTree.chain(1), verifier), verifier: (tree, verifier)},
             sampling,
             held_out(pair.tokenizer, scale.num_prompts),
             scale.tokens,
-            ("plain", "generate", "traversal"),
+            ("plain", "generate", verifier),
             deadline=time.perf_counter() + PAIR_SECONDS,
         ).to_dict()
         parts = breakdown(pair, tree, sampling, rounds=scale.rounds)
         return {"methods": result["contenders"], "tree": result["tree"], "parts": parts}
 
     for temperature, name in ((0.0, "t0"), (0.6, "t06")):
-        profile_name = f"smollm2-135m-epyc-2-cores-{name}"
-        yield {"temperature": temperature}, functools.partial(bench, temperature, profile_name)
+        yield {"temperature": temperature}, functools.partial(bench, temperature, name)
 
 
 PARTS = {
