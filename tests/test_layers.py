@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "runtime.draft": FROM_BASE | {"runtime.models"},
     "runtime.verify": FROM_BASE,
     "runtime": RUNTIME_PARTS | {"artifacts"},
-    "profiler": RUNTIME_PARTS - {"runtime.offload", "runtime.backends"} | {"artifacts", "runtime"},
+    "profiler": RUNTIME_PARTS - {"runtime.offload"} | {"artifacts", "runtime"},
 }
 """Which part may import which; docs/architecture.md draws it."""
 EXTERNAL = {

@@ -232,7 +232,7 @@ def test_texts_that_share_a_grammar_do_not_share_its_state(decoders):
     ("source", "message"),
     [
         (dict(regex="(["), r"regex: found \(\[: Regex parsing error"),
-        (dict(json_schema="{"), "json_schema: found {: .*Failed to parse JSON"),
+        (dict(json_schema="{"), r"json_schema: found \{: \w"),
         (dict(json_schema=SCHEMA, regex="a"), "found json_schema, regex, expected one of"),
         ({}, "grammar: found none, expected one of"),
     ],
