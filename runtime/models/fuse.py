@@ -107,11 +107,12 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
     fused = _fused(original)
     device = original.self_attn.q_proj.weight.device
     width, attention_width = layer.post_attention_layernorm.weight.numel(), _attention_width(layer)
-    generator = torch.Generator().manual_seed(0)
+    # another thread may have set the default dtype
+    settings: Any = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     # small rows show another epsilon in a norm, large ones show values that are clipped
-    scale = torch.logspace(-3, 1, TREE.size)[:, None]
-    rows = torch.randn(1, TREE.size, attention_width, generator=generator) * scale
-    angles = torch.rand(1, TREE.size, original.self_attn.head_dim // 2, generator=generator)
+    scale = torch.logspace(-3, 1, TREE.size, dtype=torch.float32)[:, None]
+    rows = torch.randn(1, TREE.size, attention_width, **settings) * scale
+    angles = torch.rand(1, TREE.size, original.self_attn.head_dim // 2, **settings)
     angles = torch.cat((angles, angles), -1).to(device) * torch.pi
     mask = additive_mask(torch.tensor(TREE.attention_mask), torch.float32).to(device)
     inputs = {

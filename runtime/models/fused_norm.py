@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.epsilon = epsilon
-        root = torch.tensor(math.sqrt(epsilon), device=weight.device)
+        root = torch.tensor(math.sqrt(epsilon), dtype=torch.float32, device=weight.device)
         self.register_buffer("root_of_epsilon", root, persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
