@@ -1,6 +1,7 @@
 """The one place that renders errors: a line on stderr, and exit code 2 for wrong usage, else 1."""
 
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -28,6 +29,9 @@ class CommandGroup(click.Group):
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the command; output that cannot be written ends it in one line."""
         prepare_streams()
+        with suppress(ValueError):  # not in the main thread
+            # so that what is unfinished is removed
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             try:
                 return super().main(*args, **options)

@@ -1,0 +1,149 @@
+"""The packed file in a hostile cache: damaged, torn, killed makers, no room, a changed GGUF."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from architectures import tiny
+from gguf_files import IDS, SIZES, logits_of, write_gguf
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime import load_pair
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+OTHER = tiny("Llama", **SIZES)
+OTHER.model.embed_tokens.weight.data.mul_(0.5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("Llama", **SIZES)
+
+
+@pytest.fixture
+def path(model, tmp_path):
+    return write_gguf(tmp_path / "m.gguf", model)
+
+
+def load(path):
+    return load_pair(path, "none", dtype="float32")
+
+
+def is_right(pair, model):
+    return torch.allclose(logits_of(pair), model(IDS).logits[0], atol=1e-3)
+
+
+def packed(tmp_path):
+    [file] = tmp_path.glob("cache/m-*")
+    return file
+
+
+def flip(data, place):
+    return data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "without its end": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0" * 4096,
+    "only its index": lambda data: data[-2000:],
+    "index": lambda data: flip(data, len(data) - 100),
+    "version": lambda data: data.replace(b'"version":1', b'"version":2'),
+    "another file": lambda data: b"GGUF" * (len(data) // 4),
+    "first byte": lambda data: flip(data, 0),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_packed_file_is_made_again_or_refused(name, path, model, tmp_path):
+    load(path)
+    data = packed(tmp_path).read_bytes()
+    packed(tmp_path).write_bytes(DAMAGES[name](data))
+    try:
+        assert is_right(load(path), model)
+    except SequoiaPlanError as error:
+        assert "damaged" in str(error) and "delete it" in str(error)
+        packed(tmp_path).unlink()
+        assert is_right(load(path), model)
+
+
+def test_a_gguf_file_changed_with_the_same_size_and_time(path, model, tmp_path):
+    """In place and by a rename; the old model, which is in the cache, stays as it is."""
+    for way in ("place", "rename"):
+        write_gguf(path, model)
+        before, status = load(path), os.stat(path)
+        other = write_gguf(tmp_path / "other", OTHER)
+        if way == "rename":
+            os.replace(other, path)
+        else:
+            with open(path, "r+b") as file:
+                file.write(open(other, "rb").read())
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert os.stat(path).st_size == status.st_size
+        assert is_right(load(path), OTHER) and is_right(before, model)
+
+
+def start(path, tmp_path, last="os.fsync = lambda fd: time.sleep(60)", command=""):
+    """A process that makes the packed file, and is asleep before it is renamed."""
+    command = command or f"load_pair({path!r}, 'none', dtype='float32')"
+    code = f"import os, time; from sequoia_plan.runtime import load_pair; {last}; {command}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, env=os.environ | ONE_THREAD
+    )
+    end = time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None:
+        if any(file.stat().st_size for file in tmp_path.glob("cache/.m-*unfinished")):
+            break
+        time.sleep(0.02)
+    return process
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_maker_that_is_killed_leaves_nothing_that_counts(path, model, tmp_path):
+    process = start(path, tmp_path)
+    process.kill()
+    process.wait()
+    assert list(tmp_path.glob("cache/.m-*unfinished")), "the control: it was writing"
+    assert is_right(load(path), model)
+    assert not list(tmp_path.glob("cache/.m-*unfinished"))
+
+
+def test_a_command_that_is_terminated_removes_what_is_unfinished(path, tmp_path):
+    options = ["generate", "--target", path, "--dtype", "float32"]
+    command = f"from sequoia_plan.planner.cli import main; main({options!r})"
+    process = start(path, tmp_path, command=command)
+    assert list(tmp_path.glob("cache/.m-*unfinished")), "the control: it was writing"
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not [file for file in tmp_path.glob("cache/*") if file.suffix != ".lock"]
+
+
+def test_five_makers_at_once(path, model, tmp_path):
+    with ThreadPoolExecutor(5) as makers:
+        assert all(is_right(pair, model) for pair in makers.map(load, [path] * 5))
+    assert packed(tmp_path) and not list(tmp_path.glob("cache/.m-*unfinished"))
+
+
+def test_no_room_and_no_folder(path, model, tmp_path, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(SequoiaPlanError, match=r"packed: cannot be written \(.*free some"):
+            load(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("cache/.m-*unfinished"))
+    assert is_right(load(path), model)
+    for folder in (path, "/proc/self/nowhere"):
+        monkeypatch.setenv("SEQUOIA_PLAN_CACHE", folder)
+        with pytest.raises(SequoiaPlanError, match="cannot be written .*SEQUOIA_PLAN_CACHE"):
+            load(path)
