@@ -111,10 +111,9 @@ def run_part(path: Path, order: dict[str, Any], seconds: float) -> dict[str, Any
     number = len(report["runs"])
     report["runs"].append({**order, "rows": [{"setting": None, "error": UNFINISHED}]})
     write_report(path, report)
-    environment = {"CUDA_LAUNCH_BLOCKING": "1"} if order["broken"] else {}
     process = subprocess.Popen(
         [sys.executable, str(CHILD), str(path), str(number)],
-        env=os.environ | environment,
+        env=os.environ | {"CUDA_LAUNCH_BLOCKING": str(int(order["broken"]))},
         start_new_session=True,
     )
     error = None

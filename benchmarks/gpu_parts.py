@@ -49,8 +49,6 @@ NOT_AS_MEANT = ".*cannot be (compiled|captured)"
 COPY_BYTES = 1 << 28
 """Of the copies that memory bandwidth is measured with."""
 WARM_UP_STEPS = 8
-NUM_KERNELS = 40
-"""Most kernels of a step that are listed, those that take longest."""
 PAIR_SECONDS = 20
 """After so many, the embedded pair begins no other prompt."""
 
@@ -163,7 +161,7 @@ def step_after(
 
 @torch.inference_mode()
 def list_kernels(pair: Pair, tree: TokenTree, context: int) -> Figures:
-    """List the kernels of a step as it is replayed; on the CPU, PyTorch's operations."""
+    """List the slowest kernels of a step as it is replayed; on the CPU, PyTorch's operations."""
     _, run_step = step_after(pair, tree, context)
     run_step()  # compiles and captures
     on_cuda, activities = pair.target.device.type == "cuda", torch.profiler.ProfilerActivity
@@ -179,7 +177,7 @@ def list_kernels(pair: Pair, tree: TokenTree, context: int) -> Figures:
     return {
         "calls": sum(kernel["calls"] for kernel in kernels),
         "seconds": sum(kernel["seconds"] for kernel in kernels),
-        "kernels": kernels[:NUM_KERNELS],
+        "kernels": kernels[:40],
     }
 
 
@@ -265,9 +263,11 @@ def time_streamed(scale: Scale, device: torch.device) -> Iterator[Row]:
     def rows(placement: str) -> Iterator[Row]:
         """A row for each tree."""
         for tree in (TokenTree.chain(1), bushy(scale.nodes)):
-            arguments = (pair, tree, Sampling(0.6), context, scale.rounds)
             setting = {"layers": placement, "nodes": tree.size}
-            yield setting, functools.partial(breakdown, *arguments)
+            yield (
+                setting,
+                functools.partial(breakdown, pair, tree, Sampling(0.6), context, scale.rounds),
+            )
 
     yield from rows("on the device")
     if device.type == "cuda":
