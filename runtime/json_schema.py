@@ -123,12 +123,10 @@ def _exclude(one: Any, other: Any, root: Any) -> bool:
         types and other_types and not types & other_types
     ):
         return True
-    properties, others = (
+    first, second = (
         {name: part["properties"][name] for name in part.get("required", ())} for part in both
     )
-    return any(
-        _exclude(properties[name], others[name], root) for name in properties.keys() & others
-    )
+    return any(_exclude(first[name], second[name], root) for name in first.keys() & second)
 
 
 def _resolved(schema: Any, root: Any) -> Any:
