@@ -194,7 +194,12 @@ class SequoiaDecoder:
         sequences = torch.tensor([prompt_ids + new_ids], device=self.step.device)
         text = None
         if tokenizer is not None:
-            text = tokenizer.decode(new_ids, skip_special_tokens=True)
+            # SentencePiece's decoders drop a space where a text begins, which is not here
+            before, whole = (
+                tokenizer.decode([prompt_ids[-1], *ids], skip_special_tokens=True)
+                for ids in ([], new_ids)
+            )
+            text = whole.removeprefix(before)
         seconds = time.perf_counter() - started
         return Generation(
             sequences, len(new_ids), num_steps, seconds, finish_reason, text, **record.tensors()

@@ -61,7 +61,7 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
         allowed -= set(INSTEAD_OF[name].split())
     for name in WITHOUT_TYPE:
         if name in schema:
-            is_typed = {_type(value) for value in _values(schema)} <= _with_integers(types)
+            is_typed = {_type(value) for value in _values(schema)} <= types
             allowed = {name, "type"} if is_typed and name in ("const", "enum") else {name}
             break
     names = [
@@ -86,19 +86,15 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
         yield "pattern with a lookahead, a quote, a backslash or a control character"
     if schema.get("format", "date") not in FORMATS.split():
         yield f"format {schema['format']}"
-    if not isinstance(schema.get("multipleOf", 1), int):
-        yield "multipleOf a fraction"
+    if schema.get("multipleOf", 1) % 1 or ("multipleOf" in schema and "number" in types):
+        yield "multipleOf a fraction, or of numbers"
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema names, or that xgrammar takes it to be of."""
+    """The types that a schema names, or that xgrammar takes it to be of; numbers have integers."""
     inferred = "object" if "properties" in schema else "array" if "items" in schema else []
     types = schema.get("type", inferred)
-    return {types} if isinstance(types, str) else set(types)
-
-
-def _with_integers(types: set[str]) -> set[str]:
-    """Types, and integers if numbers are among them."""
+    types = {types} if isinstance(types, str) else set(types)
     return types | ({"integer"} if "number" in types else set())
 
 
@@ -117,12 +113,13 @@ def _exclude(one: Any, other: Any, root: Any) -> bool:
     both = _resolved(one, root), _resolved(other, root)
     values, others = ({json.dumps(value) for value in _values(part)} for part in both)
     types, other_types = (
-        _with_integers({_type(value) for value in _values(part)} or _types(part)) for part in both
+        ({_type(value) for value in _values(part)} or _types(part)) for part in both
     )
     if (values and others and not values & others) or (
         types and other_types and not types & other_types
     ):
         return True
+<<<<<<< HEAD
     required, others_required = (
         {name: part["properties"][name] for name in part.get("required", ())} for part in both
     )
@@ -130,6 +127,12 @@ def _exclude(one: Any, other: Any, root: Any) -> bool:
         _exclude(required[name], others_required[name], root)
         for name in required.keys() & others_required
     )
+=======
+    first, second = (
+        {name: part["properties"][name] for name in part.get("required", ())} for part in both
+    )
+    return any(_exclude(first[name], second[name], root) for name in first.keys() & second)
+>>>>>>> hands
 
 
 def _resolved(schema: Any, root: Any) -> Any:

@@ -140,6 +140,10 @@ def load_pair(
     pair.metadata["target"] = pair.target.metadata()
     if pair.draft is not None:
         pair.metadata["draft"] = pair.metadata.get("draft", {}) | pair.draft.metadata()
+        sizes = [pair.metadata[role].get("parameters", 0) for role in ("target", "draft")]
+        if sizes[1] > sizes[0]:
+            remark = f"the draft has {sizes[1]:,} parameters, the target {sizes[0]:,}: swap them?"
+            pair = replace(pair, remarks=(*pair.remarks, remark))
     return pair
 
 

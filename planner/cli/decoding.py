@@ -39,6 +39,7 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
     "--prompt",
     help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]",
 )
+@click.option("--raw", is_flag=True, help="Go on from the prompt, without the chat template.")
 @click.option(
     "--interactive",
     is_flag=True,
@@ -55,6 +56,7 @@ def generate(
     tree_file: str | None,
     models: dict[str, Any],
     prompt: str | None,
+    raw: bool,
     interactive: bool,
     max_new_tokens: int,
     sampling: dict[str, Any],
@@ -65,8 +67,10 @@ def generate(
     as_json: bool,
 ) -> None:
     """Generate text with a compiled tree."""
-    if interactive and (as_json or prompt == "-"):
-        raise click.UsageError("--interactive: found with --json or --prompt -, expected neither")
+    if interactive and (as_json or raw or prompt == "-"):
+        raise click.UsageError(
+            "--interactive: found with --json, --raw or --prompt -, expected none of them"
+        )
     tree, remark = _tree_for(tree_file, models)
     settings = read_sampling(sampling, tree.plan.settings)
     sources = {
@@ -107,7 +111,7 @@ def generate(
     def answer(messages: Any) -> Generation:
         """Generate after the messages."""
         return decoder.generate(
-            encode(pair.tokenizer, messages),
+            messages if raw else encode(pair.tokenizer, messages),
             max_new_tokens,
             seed=seed,
             streamer=None if as_json else printer,

@@ -121,6 +121,8 @@ def solve(
             tree, figures = trees_by_match(measured, recording, fastest_tree(timed).tree)
         else:
             tree, figures = _fastest_tree(measured, timed)
+        if recording and draft and figures["predicted_speedup"] < 1:  # lookups take time
+            tree, figures = _fastest_tree(measured, timed)
         latency = latency and latency.without_spread()
         solver = pick_solver(problem).NAME if objective == "tokens" else "branch and bound"
         plan = Plan(**origin, **figures, latency=latency, objective=objective, solver=solver)

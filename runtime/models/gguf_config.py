@@ -54,7 +54,7 @@ ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
 ROPE_DIMENSIONS = "rope.dimension_count"
 WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout"}
-NEUTRAL = {
+NEUTRAL: dict[float | None, str] = {
     0: "attention.sliding_window attention.max_alibi_bias attention.clamp_kqv expert_count "
     "expert_used_count expert_shared_count attn_logit_softcapping final_logit_softcapping",
     1: "logit_scale residual_scale embedding_scale attention.causal rope.scaling.attn_factor",
@@ -151,8 +151,8 @@ def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
 def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
     """Let a configuration have a value of the metadata; False if it has no place for it."""
     names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
-    is_neutral = isinstance(value, (int, float)) and key in NEUTRAL.get(int(value), "").split()
-    if is_neutral and value == int(value) and (names or not hasattr(config, key)):
+    number = value if isinstance(value, (int, float)) else None
+    if key in NEUTRAL.get(number, "").split() and (names or not hasattr(config, key)):
         for name in names:
             setattr(config, name, None)
         return True

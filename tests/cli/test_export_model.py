@@ -13,7 +13,7 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime.backends.modules.self_draft import self_draft
+from sequoia_plan.runtime.backends import copy_in_8_bits, loaded
 from sequoia_plan.runtime.draft.draft_file import save_as_folder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, embedded_draft, with_draft
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 def logits(folder, pair):
     """Logits [positions, vocabulary] over real prompts of the folder's model, of the embedded one,
     and the tokens that this one has."""
-    draft = with_draft(pair, LANGUAGE_MODEL).draft
+    draft = with_draft(pair, LANGUAGE_MODEL).draft.module
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = [torch.tensor([encode(pair.tokenizer, prompt.text)]) for prompt in built_in()[:12]]
     whole = torch.cat([model(text).logits[0] for text in texts])
@@ -81,7 +81,7 @@ def test_a_draft_that_is_from_no_file_of_ours_is_refused(kind, tmp_path):
     if kind in PARTS:
         draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
     else:
-        draft = self_draft(target) if kind == "int8" else small_target(seed=1)
+        draft = copy_in_8_bits(loaded(target)) if kind == "int8" else small_target(seed=1)
     message = f"found a {type(draft).__name__} that is not from a draft .safetensors file, expected"
     with pytest.raises(ArgumentError, match=f"^draft: {message} [^\n]*$"):
         save_as_folder(draft, None, tmp_path / "new")

@@ -20,7 +20,7 @@ REFUSED = [  # what is named, a schema, and a text of xgrammar's that it forbids
     ("minimum beside enum", {"enum": [1, 5], "minimum": 3}, 1),
     ("type beside enum|enum beside type", {**INT, "enum": [1, "a"]}, "a"),
     ("multipleOf beside|maximum beside", {**INT, "multipleOf": 7, "maximum": 50}, 8),
-    ("multipleOf beside", {"type": "number", "multipleOf": 5}, 6),
+    ("multipleOf", {"type": "number", "multipleOf": 5}, 6),
     ("maxLength beside", {**TEXT, "pattern": "^a+$", "maxLength": 2}, "aaa"),
     ("pattern", {"pattern": "^a$"}, "b"),
     ("lookahead", {**TEXT, "pattern": "^(?!b).*$"}, "bc"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,21 +58,15 @@ DAMAGES = {
     "index": lambda data: flip(data, len(data) - 100),
     "version": lambda data: data.replace(b'"version":1', b'"version":2'),
     "another file": lambda data: b"GGUF" * (len(data) // 4),
-    "first byte": lambda data: flip(data, 0),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_packed_file_is_made_again_or_refused(name, path, model, tmp_path):
+def test_a_damaged_packed_file_is_made_again(name, path, model, tmp_path):
     load(path)
     data = packed(tmp_path).read_bytes()
     packed(tmp_path).write_bytes(DAMAGES[name](data))
-    try:
-        assert is_right(load(path), model)
-    except SequoiaPlanError as error:
-        assert "damaged" in str(error) and "delete it" in str(error)
-        packed(tmp_path).unlink()
-        assert is_right(load(path), model)
+    assert is_right(load(path), model)
 
 
 def test_a_gguf_file_changed_with_the_same_size_and_time(path, model, tmp_path):
@@ -84,7 +79,7 @@ def test_a_gguf_file_changed_with_the_same_size_and_time(path, model, tmp_path):
             os.replace(other, path)
         else:
             with open(path, "r+b") as file:
-                file.write(open(other, "rb").read())
+                file.write(Path(other).read_bytes())
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert os.stat(path).st_size == status.st_size
         assert is_right(load(path), OTHER) and is_right(before, model)
@@ -145,5 +140,5 @@ def test_no_room_and_no_folder(path, model, tmp_path, monkeypatch):
     assert is_right(load(path), model)
     for folder in (path, "/proc/self/nowhere"):
         monkeypatch.setenv("SEQUOIA_PLAN_CACHE", folder)
-        with pytest.raises(SequoiaPlanError, match="cannot be written .*SEQUOIA_PLAN_CACHE"):
+        with pytest.raises(SequoiaPlanError, match=r"cannot be written .*SEQUOIA_PLAN_CACHE"):
             load(path)

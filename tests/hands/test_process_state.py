@@ -1,4 +1,4 @@
-"""Another default dtype, and threads that load at the same time: no model and no default changes."""
+"""Another default dtype, and threads that load at once: no model and no default changes."""
 
 from concurrent.futures import ThreadPoolExecutor
 
