@@ -119,20 +119,10 @@ def _exclude(one: Any, other: Any, root: Any) -> bool:
         types and other_types and not types & other_types
     ):
         return True
-<<<<<<< HEAD
-    required, others_required = (
-        {name: part["properties"][name] for name in part.get("required", ())} for part in both
-    )
-    return any(
-        _exclude(required[name], others_required[name], root)
-        for name in required.keys() & others_required
-    )
-=======
     first, second = (
         {name: part["properties"][name] for name in part.get("required", ())} for part in both
     )
     return any(_exclude(first[name], second[name], root) for name in first.keys() & second)
->>>>>>> hands
 
 
 def _resolved(schema: Any, root: Any) -> Any:

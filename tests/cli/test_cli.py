@@ -99,7 +99,7 @@ def test_show_says_what_other_prompts_may_give(run):
 def test_profile_says_which_prompts_it_used():
     prompts = {kind: [ClassCounts(9, (4.0,))] * 8 for kind in ("chat", "code")}
     text = profiling._describe_prompts(replace(PROFILE, prompts=prompts), 20, 40)
-    assert text.startswith("prompts     16 of 40 (8 chat, 8 code); 4 left out (known well enough, or ")
+    assert text.startswith("prompts     16 of 40 (8 chat, 8 code); 4 left out (known well")
     assert text.endswith("; every second one is for bench")
 
 
