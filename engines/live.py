@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from itertools import chain, product
-from urllib.error import HTTPError
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.chain_replay import NOTHING_DRAFTED, acceptance_of
@@ -26,8 +25,9 @@ def diagnose_server(
     try:
         version = server.version()
     except SequoiaPlanError as refusal:
-        if not isinstance(refusal.__cause__, HTTPError | ValueError):
-            raise  # nothing answers
+        cause = refusal.__cause__
+        if not isinstance(cause, ValueError) and getattr(cause, "code", 0) != 404:
+            raise  # nothing answers, or a llama-server that refuses
         try:
             before, start_time = server.counters(), time.perf_counter()
         except SequoiaPlanError as error:

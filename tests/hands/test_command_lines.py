@@ -235,7 +235,8 @@ COUNT = 40
 def test_a_full_disk(here, monkeypatch, mode, room):
     """The output is whole or as it was before; what was read and written is still there."""
     tokenizer, model = SimpleNamespace(save_pretrained=lambda folder: None), tiny("Llama")
-    pair = SimpleNamespace(target=model, tokenizer=tokenizer, metadata={"target": {"name": "m"}})
+    target = SimpleNamespace(module=model)
+    pair = SimpleNamespace(target=target, tokenizer=tokenizer, metadata={"target": {"name": "m"}})
     monkeypatch.setattr(exchange, "load_pair", lambda *_, **__: pair)
     words = [word for word in MODES[mode] if word not in ("--draft", "smollm2-135m-draft")]
     if mode not in ("draft", "target"):
