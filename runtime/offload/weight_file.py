@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,9 +86,13 @@ class WeightBlock(Struct, frozen=True, eq=False):
 
 
 class Index(Struct):
-    """What a file of weights holds, and what it was made from."""
+    """What a file of weights holds, and what it was made from.
+
+    `written`: the seconds of its last change, as the system notes them, if nobody changed it since.
+    """
 
     version: int
+    written: int
     source: Source
     blocks: tuple[WeightBlock, ...]
 
@@ -119,9 +124,15 @@ class WeightFile:
         self.fd = -1
 
     def map(self) -> NDArray[np.uint8]:
-        """The whole file as memory that processes share; pages are read when they are used."""
+        """The whole file as memory that processes share; pages are read when they are used.
+
+        If the file was written to since it was made, all blocks are checked first.
+        """
         mapped = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
         _ask_for_large_pages(mapped)
+        if self.size_and_mtime[1] != self.index.written * 10**9:
+            for block in self.blocks:
+                self.check(block, memoryview(mapped)[block.offset :])
         return np.frombuffer(mapped, np.uint8)
 
     def read(self, offset: int, memory: memoryview) -> None:
@@ -280,9 +291,11 @@ def write_weights(
             with ThreadPoolExecutor(WRITERS) as writers:
                 written = tuple(writers.map(write_block, blocks))
             file.seek(size)
-            file.write(Index(VERSION, source(), written).to_bytes())
+            seconds = int(time.time()) // 2 * 2  # which any file system notes exactly
+            file.write(Index(VERSION, seconds, source(), written).to_bytes())
             file.flush()
             os.fsync(file.fileno())
+        os.utime(unfinished, (seconds, seconds))
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

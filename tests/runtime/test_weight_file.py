@@ -195,6 +195,17 @@ def test_damaged_weights_are_not_computed_with(folder, tmp_path):
         assert tokens(streamed(folder)).equal(expected)
 
 
+def test_a_mapped_file_that_was_written_to_is_checked(tmp_path):
+    """A file that was only touched is whole: the control."""
+    path = write_blocks(tmp_path / "w")
+    assert WeightFile(path).map()[0] == ord("a")
+    os.utime(path, (5, 5))
+    assert WeightFile(path).map()[0] == ord("a")
+    flip_bits(path, 3)
+    with pytest.raises(SequoiaPlanError, match=r"checksum .* it was damaged; delete it"):
+        WeightFile(path).map()
+
+
 def write_blocks(path):
     """A file of three small blocks."""
     layout = [{"a": Place("float32", (3, 5)), "b": Place("uint8", (7,))}] * 3
