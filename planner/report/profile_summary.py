@@ -14,8 +14,8 @@ BRIEF_SIZES = (1, 4, 16, 64, 256)
 def describe_profile(profile: Profile) -> Iterator[str]:
     """Yields lines with models, acceptance by rank, lookup, and times by the tokens in a pass."""
     for role, model in profile.models.items():
-        dtype = f", {model['dtype']}" if model.get("dtype") else ""
-        yield f"{role:<12}{model.get('name')}{dtype}"
+        weights = model.get("weights") or model.get("dtype")
+        yield f"{role:<12}{model.get('name')}{f', {weights}' if weights else ''}"
     probs = " ".join(f"{p:.3f}" for p in profile.acceptance.pooled()[:BRIEF_RANKS])
     yield (
         f"accepted    {probs} ... of the draft's 1st, 2nd, 3rd ... choice at temperature "

@@ -33,8 +33,8 @@ def print_summary(tree: TokenTree) -> None:
         *_describe_details(plan),
     ]
     for role, model in plan.models.items():
-        dtype = f" ({model['dtype']})" if model.get("dtype") else ""
-        lines.append(_line(role, f"{model.get('name')}{dtype}"))
+        weights = model.get("weights") or model.get("dtype")
+        lines.append(_line(role, f"{model.get('name')}{f' ({weights})' if weights else ''}"))
     print(*lines, sep="\n")
     acceptances = {0: plan.acceptance} | {p.match_length: p.acceptance for p in plan.by_match}
     for match_length, class_tree in tree.portfolio.items():
