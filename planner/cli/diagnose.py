@@ -154,6 +154,7 @@ def vllm(engine: dict[str, Any], run: dict[str, Any], outputs: dict[str, Any]) -
     from sequoia_plan.engines.vllm import VllmPool
 
     engine["draft"] = engine["speculative"].get("model")
+    check_outputs(None, outputs["report"], run["path"], engine["target"], engine["draft"])
     engine["options"] = {"max_num_seqs": max(engine["batches"])} | engine["options"]
     diagnose_engine(VllmPool, engine, run, outputs)
 
@@ -207,6 +208,7 @@ def llamacpp(
     from sequoia_plan.planner.report.engine_tree import planned_tree
 
     target, draft = engine["target"], engine["draft"]
+    check_outputs(None, outputs["report"], run["path"], target, draft)
     engine["draft_type"], engine["other_types"] = split_types(spec_type, target, draft)
     engine["build"] = find_build(server, spec_type or engine["draft_type"] or "none")
     engine["is_recurrent"] = is_recurrent(target)
@@ -222,8 +224,6 @@ def diagnose_engine(
     add_details: Callable[[EnginePlan, Any], EnginePlan] = lambda plan, measurements: plan,
 ) -> None:
     """Measure in engines that are started, verify the plan if it is wished, and write it."""
-    check_outputs(None, outputs["report"], run["path"], engine["target"], engine["draft"])
-
     from sequoia_plan.engines.planning import plan_of, verify_plan
     from sequoia_plan.engines.pool import Workload
 

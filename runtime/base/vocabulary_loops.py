@@ -45,6 +45,9 @@ def _exp2(x):
 @njit(**COMPILED)
 def _softmax(logits, largest, lowest, temperature, probs):
     """softmax(logits / temperature) of the tokens whose logits are at least `lowest`."""
+    if largest == -LARGEST:  # no token is possible
+        probs[:] = np.nan
+        return
     total, largest, lowest = ZERO, largest / temperature, lowest / temperature
     for token in range(logits.size):
         score = logits[token] / temperature
