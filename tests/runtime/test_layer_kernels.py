@@ -17,7 +17,6 @@ from triton_kernels import DEVICE
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, captured_step
 from sequoia_plan.runtime.base import kernel_launch
-from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models import attention, fused_layer, layer_operations, split_keys
@@ -292,7 +291,7 @@ def test_a_model_computes_the_same_with_kernels(name, monkeypatch):
 
     def logits():
         tokens, target = torch.arange(9, device=DEVICE), decoder.step.target
-        cache = TreeCache(target.layers, 64, DEVICE)
+        cache = target.new_cache(64)
         mask = additive_mask(tokens <= tokens[:, None], model.dtype)
         with torch.inference_mode():
             return target(cache, tokens, tokens, tokens, mask).logits
