@@ -109,7 +109,8 @@ def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Ten
 
     It needs no random `bits`.
     """
-    if loops := loops_for(scores):
+    loops = loops_for(scores)
+    if loops and count:
         tokens = torch.empty(len(scores), count, dtype=torch.long)
         loops.top_tokens(scores.contiguous().numpy(), tokens.numpy())
         return tokens

@@ -88,22 +88,21 @@ def _top_tokens(values, tokens, best):
 
     A block is looked at only if its largest value is among them.
     """
-    count = found = 0
+    num_kept = 0
     for start in range(0, values.size, BLOCK):
         block = values[start : start + BLOCK]
-        if found == tokens.size and not _largest(block) > best[found - 1]:
+        if num_kept == tokens.size and not _largest(block) > best[-1]:
             continue
         for place in range(block.size):
             value = block[place]
-            if found == tokens.size and not value > best[found - 1]:
+            if num_kept == tokens.size and not value > best[-1]:
                 continue
-            count = found if found < tokens.size else found - 1
-            while count > 0 and value > best[count - 1]:
-                if count < tokens.size:
-                    tokens[count], best[count] = tokens[count - 1], best[count - 1]
-                count -= 1
-            tokens[count], best[count] = start + place, value
-            found = min(found + 1, tokens.size)
+            num_kept = min(num_kept + 1, tokens.size)
+            rank = num_kept - 1
+            while rank > 0 and value > best[rank - 1]:
+                tokens[rank], best[rank] = tokens[rank - 1], best[rank - 1]
+                rank -= 1
+            tokens[rank], best[rank] = start + place, value
 
 
 @njit(**COMPILED)

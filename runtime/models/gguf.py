@@ -128,13 +128,13 @@ def transformers_name(name: str) -> str:
 def end_tokens(file: GgufFile) -> list[int]:
     """The tokens that end a text: those that the metadata names, and those that llama.cpp knows."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = (file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-    ends = {number for number in found if number is not None}
+    numbers = (file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+    ends = {number for number in numbers if number is not None}
     tokens = file.metadata.get("tokenizer.ggml.tokens", ())
     kinds = file.metadata.get("tokenizer.ggml.token_type", ())
-    known = ENDS - {"<|end|>"} if "<|return|>" in tokens else ENDS  # there, it ends a message
+    end_texts = ENDS - {"<|end|>"} if "<|return|>" in tokens else ENDS  # there, it ends a message
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind == CONTROL and token in known:
+        if kind == CONTROL and token in end_texts:
             ends.add(number)
     return sorted(ends)
 
@@ -148,7 +148,7 @@ DIGITS_APART = "smollm starcoder refact command-r codeshell exaone minerva-7b"
 """How text is split by `tokenizer.ggml.pre`: as GPT-2 does, or each digit apart before that."""
 
 
-def refuse_tokenizer(file: GgufFile, known: Container[str]) -> None:
+def refuse_tokenizer(file: GgufFile, followed: Container[str]) -> None:
     """Raise SequoiaPlanError for metadata of the tokenizer that it would not follow."""
     prefix = "tokenizer.ggml."
     own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
@@ -156,7 +156,7 @@ def refuse_tokenizer(file: GgufFile, known: Container[str]) -> None:
     for key, value in own.items():
         if (
             (key not in TOKENIZER_KEYS.split() and not key.endswith("_token_id") and value)
-            or (key == "pre" and own.get("model") == "gpt2" and value not in known)
+            or (key == "pre" and own.get("model") == "gpt2" and value not in followed)
             or (key == "add_space_prefix" and spaces and not value)
         ):
             raise SequoiaPlanError(
@@ -171,8 +171,8 @@ def gguf_tokenizer(file: GgufFile, config: Any) -> Any:
     For Llama-like models that looks at the file's configuration again, which takes seconds.
     """
     splits: Any = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    known = splits.GGUF_PRE_TOKENIZER_SPLITS
-    refuse_tokenizer(file, {*known, *AS_GPT2.split(), *DIGITS_APART.split()})
+    followed = splits.GGUF_PRE_TOKENIZER_SPLITS
+    refuse_tokenizer(file, {*followed, *AS_GPT2.split(), *DIGITS_APART.split()})
     loads: Any = AutoTokenizer
     if config.model_type in ("llama", "qwen2", "qwen3"):
         loads = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)

@@ -154,11 +154,11 @@ def check_tensors(files: ModelFiles, model: Any) -> None:
     """
     assert files.source
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = files.source.shapes()
-    if model.config.tie_word_embeddings and "lm_head.weight" not in found:
+    shapes = files.source.shapes()
+    if model.config.tie_word_embeddings and "lm_head.weight" not in shapes:
         expected.pop("lm_head.weight", None)
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(expected.keys() | shapes.keys()):
+        if name not in shapes:
             raise SequoiaPlanError(
                 f"{files.path}: has no tensor {name}, which the model needs; get the model again"
             )
@@ -167,10 +167,10 @@ def check_tensors(files: ModelFiles, model: Any) -> None:
                 f"{files.path}: tensor {name} is not read by a {type(model).__name__} of its "
                 "configuration; its logits would be wrong"
             )
-        if found[name] != expected[name]:
+        if shapes[name] != expected[name]:
             raise SequoiaPlanError(
-                f"{files.path}: tensor {name} has the shape {list(found[name])}, its configuration "
-                f"expects {list(expected[name])}; get the model again"
+                f"{files.path}: tensor {name} has the shape {list(shapes[name])}, its "
+                f"configuration expects {list(expected[name])}; get the model again"
             )
 
 

@@ -246,8 +246,8 @@ def _emit_planes(
 def _emit_lookup(emit: Emitter, quad: Any, values: tuple[int, ...]) -> Any:
     """What integers of 4 bits stand for."""
     table, indices = ir.Constant(BYTES, list(values) * 4), emit.builder.bitcast(quad, BYTES)
-    found = emit.call("llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
-    return emit.builder.bitcast(found, WORDS)
+    looked_up = emit.call("llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
+    return emit.builder.bitcast(looked_up, WORDS)
 
 
 def _emit_choice(emit: Emitter, quad: Any, values: tuple[int, ...]) -> Any:

@@ -40,10 +40,10 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
     Zeros stand for outputs and inputs that are missing. `tiles` uint8 [num_tiles, tile_bytes].
     ValueError for rows or tiles of another size.
     """
-    layout, found = FORMATS[format], (rows.shape[1], *tiles.shape)
+    layout, sizes = FORMATS[format], (rows.shape[1], *tiles.shape)
     expected = row_bytes(format, inputs), num_tiles(format, len(rows)), tile_bytes(format, inputs)
-    if found != expected:
-        raise ValueError(f"row bytes, tiles and their bytes: found {found}, expected {expected}")
+    if sizes != expected:
+        raise ValueError(f"row bytes, tiles and their bytes: found {sizes}, expected {expected}")
     rows = rows.view()
     rows.flags.writeable = False  # compiled once, whether or not they can be written
     if layout.is_float:
