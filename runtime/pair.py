@@ -12,6 +12,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, INT8, PLACEMENTS, RESIDENT
+from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
@@ -276,13 +277,13 @@ def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, b
     for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
         tokens = torch.tensor(pair.tokenizer(str(prompt.text))["input_ids"])
         places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
-        mask = torch.zeros(len(tokens), len(tokens)).masked_fill(places > places[:, None], -1.0)
-        rounded = pair.target(cache, tokens, places, places, mask).logits
-        expected, found = (
-            x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], rounded)
+        mask = additive_mask(places <= places[:, None], pair.target.dtype)
+        logits = pair.target(cache, tokens, places, places, mask).logits
+        expected, rounded = (
+            x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], logits)
         )
-        divergences.append((expected.exp() * (expected - found)).sum(-1))
-        agreements.append(expected.argmax(-1) == found.argmax(-1))
+        divergences.append((expected.exp() * (expected - rounded)).sum(-1))
+        agreements.append(expected.argmax(-1) == rounded.argmax(-1))
     agreement = torch.cat(agreements).double()
     return (
         f"target: rounded to {bits} bits: a mean KL divergence of "

@@ -1,9 +1,11 @@
 """Where a forward pass waits for weights that are streamed; the package `offload` streams them."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError
 
 
 class WeightStream(Protocol):
@@ -38,3 +40,11 @@ class WeightStream(Protocol):
 
     def close(self) -> None:
         """Stop streaming."""
+
+
+def refuse_copies() -> NoReturn:
+    """Raise SequoiaPlanError, in place of pickling or copying what reads a stream's slots."""
+    raise SequoiaPlanError(
+        "target: its layers are streamed, so it can neither be pickled nor copied; load it "
+        "where it is needed"
+    )

@@ -72,6 +72,11 @@ def weights(module: Any) -> State:
     }
 
 
+def everything(module: Any) -> State:
+    """What changes with anything that a packed copy of a module depends on."""
+    return workings(module) | weights(module)
+
+
 def weight_memory(module: Any) -> tuple[tuple[int, int], ...]:
     """Address and bytes of each of a module's parameters and buffers."""
     tensors = (*module.parameters(), *module.buffers())

@@ -8,7 +8,7 @@ from weakref import finalize
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.weight_stream import WeightStream
+from sequoia_plan.runtime.base.weight_stream import WeightStream, refuse_copies
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import WeightBlock
 
@@ -31,10 +31,7 @@ class _StreamHook:
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copies with a SequoiaPlanError."""
-        raise SequoiaPlanError(
-            "target: its layers are streamed, so it can neither be pickled nor copied; load it "
-            "where it is needed"
-        )
+        refuse_copies()
 
 
 class _RoutedHook(_StreamHook):

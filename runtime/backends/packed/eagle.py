@@ -26,7 +26,7 @@ from sequoia_plan.runtime.backends.packed.weights import (
 )
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
-from sequoia_plan.runtime.models.module_state import State, Watch, weights, workings
+from sequoia_plan.runtime.models.module_state import Watch, everything
 from sequoia_plan.runtime.models.stored import ModuleSource
 
 IN_8_BITS = Storage(bits=8)
@@ -53,7 +53,7 @@ class PackedEagle:
 
     def pack(self) -> None:
         """Take over the draft's weights."""
-        draft, self.watch = self.draft, Watch(_state)
+        draft, self.watch = self.draft, Watch(everything)
         config, dtype = draft.config, cache_dtype(draft.dtype)
         source = ModuleSource(draft)
         names = {n: n if n.startswith("lm_head.") else f"model.{n}" for n in source.tensors}
@@ -163,11 +163,6 @@ def place_rows(length, input_slots, offsets, mask, tokens):
         else:
             visible[row, min(read, 1) : read + 1] = True
     return of_token, read_slots, positions, slots, visible
-
-
-def _state(draft: Any) -> State:
-    """What changes with anything that the pass depends on."""
-    return workings(draft) | weights(draft)
 
 
 def why_not(draft: Any) -> str:

@@ -8,7 +8,6 @@ from weakref import finalize
 
 import torch
 
-from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.packed.backend import PackedBackend
 from sequoia_plan.runtime.backends.packed.weights import (
     PackedWeights,
@@ -16,6 +15,7 @@ from sequoia_plan.runtime.backends.packed.weights import (
     fill_from,
     layout_of,
 )
+from sequoia_plan.runtime.base.weight_stream import refuse_copies
 from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.stored import WeightSource
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
@@ -82,10 +82,7 @@ class StreamedFile(PackedBackend):
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copies with a SequoiaPlanError."""
-        raise SequoiaPlanError(
-            "target: its layers are streamed, so it can neither be pickled nor copied; load it "
-            "where it is needed"
-        )
+        refuse_copies()
 
 
 def packed_file(

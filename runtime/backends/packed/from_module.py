@@ -10,9 +10,10 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.packed.backend import PackedBackend
 from sequoia_plan.runtime.backends.packed.families import why_not_module
 from sequoia_plan.runtime.backends.packed.weights import Storage, packed_in_memory
+from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.architecture import model_type
 from sequoia_plan.runtime.models.metadata import module_metadata
-from sequoia_plan.runtime.models.module_state import State, Watch, check_mode, weights, workings
+from sequoia_plan.runtime.models.module_state import Watch, check_mode, everything
 from sequoia_plan.runtime.models.stored import ModuleSource
 
 TRIED_TOKENS = 8
@@ -31,7 +32,7 @@ class PackedModule(PackedBackend):
     """
 
     def __init__(self, module: Any, bits: int | None = None) -> None:
-        self.storage, self.watch = Storage(bits=bits), Watch(_state)
+        self.storage, self.watch = Storage(bits=bits), Watch(everything)
         if reason := why_not_module(module):
             raise SequoiaPlanError(reason)
         recorded = module_metadata(module) | {"placement": "compiled"}
@@ -95,7 +96,7 @@ class PackedModule(PackedBackend):
         drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
         tokens = drawn % self.num_embeddings
         places = torch.arange(len(tokens))
-        mask = torch.zeros(len(tokens), len(tokens)).masked_fill(places > places[:, None], -1.0)
+        mask = additive_mask(places <= places[:, None], torch.float32)
         cache = self.new_cache(len(tokens), counts_positions=False).at(places, len(tokens))
         logits = self.forward(cache, tokens, places, mask, 0, ())[0].double()
         expected: Tensor = self.module(input_ids=tokens[None], use_cache=False).logits[0].double()
@@ -107,11 +108,6 @@ class PackedModule(PackedBackend):
             if error < bound
             else f"a compiled pass gave other logits (relative error {error:.2g})"
         )
-
-
-def _state(module: Any) -> State:
-    """What changes with anything that the packed copy depends on."""
-    return workings(module) | weights(module)
 
 
 def needed_bytes(module: Any) -> int:
