@@ -188,6 +188,8 @@ def add_draft(
         remarks += length_remarks(checkpoint, model, target)
         backends.pack_draft(model, placement)
     else:
+        keeps_bits = placement == COMPILED and is_gguf(source)
+        dtype = "auto" if keeps_bits else dtype  # no text depends on a draft's bits
         model = backends.load_model(source, device, dtype, placement, on_bytes=on_bytes)
         vocabulary, d2t = shared_vocabulary(target, model, common_tokens(target, model))
         if model.vocabulary != target.vocabulary:  # the decoder compares no tokenizers

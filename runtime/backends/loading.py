@@ -241,6 +241,8 @@ class OffloadedModel:
     def _split_beside(self, draft: Any) -> MemorySplit:
         """What fits beside a draft, which may be None."""
         caches, draft_bytes = cache_bytes(self.model), 0
+        if getattr(draft, "lm_head", self) is None and self.model.module is None:
+            self.parts.keep_head()
         if draft is not None:
             draft_bytes = own_bytes(draft, self.model)
             is_copy = getattr(draft, "copy_of", None) is self.model

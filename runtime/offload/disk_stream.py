@@ -5,6 +5,7 @@ the first ones, so the slots fill while the next tree is drafted.
 """
 
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.offload.weight_file import (
     ALIGNMENT,
+    CHUNK_BYTES,
     Place,
     WeightBlock,
     WeightFile,
@@ -28,8 +30,6 @@ from sequoia_plan.runtime.offload.weight_file import (
 THREADS = 2
 """Threads that read."""
 THREAD_NAME = "sequoia-plan weights"
-CHUNK_BYTES = 4 << 20
-"""Bytes that a thread reads at once."""
 
 
 class DiskStream(WeightStream):
@@ -84,7 +84,8 @@ class DiskStream(WeightStream):
             for read in self.reads[slot]:
                 read.result()
             if block not in self.checked_blocks:
-                self.file.check(block, bytes_of(self.host_memory[slot]))
+                checksum = zlib.crc32(bytes_of(self.host_memory[slot])[: block.size])
+                self.file.check(block, checksum)
                 self.checked_blocks.add(block)
         except SequoiaPlanError:
             self.layer_in_slot[slot] = -1

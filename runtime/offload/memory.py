@@ -11,8 +11,8 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import head_size, text_config
 
 SLOTS = 3
-"""Slots of the ring, a layer each. More slots gain nothing over as many resident layers, which take
-the same memory and are never read again."""
+"""Slots of the ring, a layer each; two where there is no memory for three. More slots gain nothing
+over as many resident layers, which take the same memory and are never read again."""
 KV_TOKENS = 2048
 """The budget includes KV caches of so many tokens, or of the model's context if that is shorter."""
 MAX_BYTES = 10**18
@@ -73,7 +73,9 @@ def split_memory(
     fixed_bytes = outside_bytes + draft_bytes + cache_bytes
     num_resident = num_layers
     if fixed_bytes + total_bytes > memory:
-        slot_bytes, copy_bytes = slots * max_size, copy_size * num_layers
+        copy_bytes = copy_size * num_layers
+        slots -= slots == SLOTS and fixed_bytes + SLOTS * max_size + copy_bytes > memory
+        slot_bytes = slots * max_size
         needed_bytes = fixed_bytes + slot_bytes + copy_bytes
         if needed_bytes > memory:
             raise SequoiaPlanError(

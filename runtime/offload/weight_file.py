@@ -1,9 +1,10 @@
 """A model's weights in one file, in the order in which a pass needs them: docs/format.md.
 
-The first block has what is outside the layers; one block for each layer follows. Each block begins
-at a multiple of 4,096 bytes, as reads past the page cache require, and has a checksum. The index of
-the blocks is JSON at the end of the file, and after it come its length and its checksum. A file is
-mapped into memory, or its layers are read in every pass.
+The first block has what is outside the layers; one block for each layer follows. A packed output
+head comes last, in blocks that are no larger than a layer's: the first of them has its place. Each
+block begins at a multiple of 4,096 bytes, as reads past the page cache require, and has a checksum.
+The index of the blocks is JSON at the end of the file, and after it come its length and its
+checksum. A file is mapped into memory, or its layers are read in every pass.
 """
 
 import math
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -36,10 +38,12 @@ ALIGNMENT = 4096
 """Offsets, sizes and addresses of reads are multiples of so many bytes."""
 TENSOR_ALIGNMENT = 64
 """Tensors begin at multiples of so many bytes."""
-VERSION = 1
+VERSION = 2
 MAX_INDEX_BYTES = 1 << 28
 INDEX_END = struct.Struct("<QI")
 """The end of the file: how long the index is in bytes, and its CRC-32."""
+CHUNK_BYTES = 4 << 20
+"""Bytes that a thread reads at once."""
 REMEDY = "delete it, and it will be made again"
 """Ends the messages about a file that cannot be used."""
 WRITERS = 2
@@ -132,7 +136,7 @@ class WeightFile:
         _ask_for_large_pages(mapped)
         if self.size_and_mtime[1] != self.index.written * 10**9:
             for block in self.blocks:
-                self.check(block, memoryview(mapped)[block.offset :])
+                self.check(block, zlib.crc32(memoryview(mapped)[block.offset :][: block.size]))
         return np.frombuffer(mapped, np.uint8)
 
     def read(self, offset: int, memory: memoryview) -> None:
@@ -155,9 +159,8 @@ class WeightFile:
                 )
             bytes_read += count
 
-    def check(self, block: WeightBlock, memory: memoryview) -> None:
-        """Compare a block that was read into `memory` with its checksum."""
-        checksum = zlib.crc32(memory[: block.size])
+    def check(self, block: WeightBlock, checksum: int) -> None:
+        """Compare the checksum of a block that was read."""
         if checksum != block.checksum:
             raise SequoiaPlanError(
                 f"{self.path}: the block at {block.offset} has the checksum {checksum:08x}, "
@@ -169,12 +172,17 @@ class WeightFile:
         if _size_and_mtime(self.fd) != self.size_and_mtime:
             raise SequoiaPlanError(f"{self.path}: was written to while it was in use; {REMEDY}")
 
-    def memory_of(self, block: WeightBlock) -> Tensor:
-        """Read and check a block. Returns its bytes (uint8)."""
-        memory = aligned_memory(block.size)
-        view = bytes_of(memory)
-        self.read(block.offset, view)
-        self.check(block, view)
+    def memory_of(self, block: WeightBlock, size: int | None = None) -> Tensor:
+        """Read and check a block. Returns its bytes (uint8), or about the first `size` of them."""
+        memory = aligned_memory(block.size if size is None else round_up(size, ALIGNMENT))
+        checksum, part = 0, bytes_of(memory)
+        for start in chain([0], range(len(memory), block.size, CHUNK_BYTES)):
+            if start == len(memory):
+                part = bytes_of(aligned_memory(CHUNK_BYTES))
+            part = part[: block.size - start]
+            self.read(block.offset + start, part)
+            checksum = zlib.crc32(part, checksum)
+        self.check(block, checksum)
         return memory
 
 
@@ -251,6 +259,15 @@ def place_blocks(layout: WeightLayout) -> tuple[WeightBlock, ...]:
             size = round_up(size + place.size, TENSOR_ALIGNMENT)
         blocks.append(WeightBlock(offset, round_up(size, ALIGNMENT), 0, places))
         offset += blocks[-1].size
+    *layers, last = blocks
+    inside = list(last.tensors.values())
+    if layers and len(inside) == 1 and inside[0].format:  # the head: whole pages of whole tiles
+        unit = math.lcm(inside[0].shape[1], ALIGNMENT)
+        piece = max(max(block.size for block in layers[1:] or layers) // unit, 1) * unit
+        blocks[-1:] = [
+            WeightBlock(last.offset + at, min(piece, last.size - at), 0, {} if at else last.tensors)
+            for at in range(0, last.size, piece)
+        ]
     return tuple(blocks)
 
 
@@ -278,18 +295,23 @@ def write_weights(
             _ask_for_large_pages(mapped)
             memory: Any = np.frombuffer(mapped, np.uint8)
 
-            def write_block(block: WeightBlock) -> WeightBlock:
-                """Fill a block, and take its checksum."""
+            def fill_tensors(block: WeightBlock) -> None:
+                """Fill a block's tensors."""
                 nonlocal done
-                part = memory[block.offset : block.offset + block.size]
                 for name, place in block.tensors.items():
-                    fill(name, part[place.start : place.start + place.size])
-                done += block.size
-                on_bytes(done, size)
+                    start = block.offset + place.start
+                    fill(name, memory[start : start + place.size])
+                    done += place.size
+                    on_bytes(done, size)
+
+            def with_checksum(block: WeightBlock) -> WeightBlock:
+                """A block that is filled, with its checksum."""
+                part = memory[block.offset : block.offset + block.size]
                 return structs.replace(block, checksum=zlib.crc32(part))
 
             with ThreadPoolExecutor(WRITERS) as writers:
-                written = tuple(writers.map(write_block, blocks))
+                list(writers.map(fill_tensors, blocks))
+                written = tuple(writers.map(with_checksum, blocks))
             file.seek(size)
             seconds = int(time.time()) // 2 * 2  # which any file system notes exactly
             file.write(Index(VERSION, seconds, source(), written).to_bytes())

@@ -38,8 +38,11 @@ from sequoia_plan.runtime.offload import disk_stream, weight_file
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, Place, WeightFile, write_weights
 
-SIZES = {"packed": dict(head_dim=32, hidden_size=64, intermediate_size=80), "modules": {}}
-"""The packed pass takes no smaller heads."""
+SIZES = {
+    "packed": dict(head_dim=32, hidden_size=64, intermediate_size=80, vocab_size=2000),
+    "modules": {},
+}
+"""The packed pass takes no smaller heads; the output head has some blocks."""
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
@@ -57,14 +60,18 @@ def empty_cache():
         path.unlink()
 
 
-@pytest.mark.parametrize("resident", [0, 2, LAYERS])
+@pytest.mark.parametrize("resident", [-1, 0, 2, 2 * LAYERS])
 def test_streamed_layers_give_the_bits_of_layers_in_memory(folder, slow_disk, resident):
+    """All of them, some, and none, with two slots (-1) and three."""
     resident_pair, pair = in_memory(folder), streamed(folder, resident)
+    num_blocks = len(WeightFile(weights()).blocks) - 1
+    assert num_blocks >= LAYERS + 2 if "packed" in folder.name else num_blocks == LAYERS
+    resident = min(max(resident, 0), num_blocks)
     metadata, stream = pair.metadata["target"], pair.target.stream
     assert metadata["placement"] == pair.placement == "streamed from disk"
-    assert metadata["resident_layers"] == resident and metadata["layers"] == LAYERS
+    assert metadata["resident_layers"] == resident and metadata["layers"] == num_blocks
     assert metadata["streamed_bytes"] == (stream.bytes if stream else 0)
-    assert len(stream.blocks if stream else ()) == LAYERS - resident
+    assert len(stream.blocks if stream else ()) == num_blocks - resident
     for key in ("digest", "content"):
         assert metadata[key] == resident_pair.metadata["target"][key]
     assert (pair.target.module is None) == ("packed" in folder.name)
@@ -179,7 +186,7 @@ def test_damaged_weights_are_not_computed_with(folder, tmp_path):
     path = weights()
     last = WeightFile(path).blocks[-1]
     assert last.offset % ALIGNMENT == last.size % ALIGNMENT == 0
-    assert all(f"layers.{LAYERS - 1}." in name for name in last.tensors)
+    assert all(f"layers.{LAYERS - 1}." in name for name in last.tensors)  # the head's has none
     flip_bits(path, last.offset + 100)
     with pytest.raises(SequoiaPlanError, match=r"checksum .* it was damaged; delete it"):
         tokens(streamed(folder))

@@ -88,7 +88,8 @@ class PackedBackend(Backend):
 
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
         """See `Backend`."""
-        return tuple((m.ctypes.data, m.nbytes) for m, _ in self.weights.places.values())
+        places = self.weights.places.values()
+        return tuple((memory.ctypes.data + place.start, place.size) for memory, place in places)
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
         """See `Backend`."""

@@ -26,6 +26,7 @@ QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
 class Model(NamedTuple):
     """A model's weights. Matrices are int64 [columns above], of a layer int64 [7, columns].
 
+    `head` int64 [parts, columns]: parts of as many tiles, but for the last one.
     `norms` float32 [layers, 2, width]; `head_norms` float32 [layers, 2, head_dim] or [0, 2, 0];
     `biases` float32 [layers, outputs of query, key and value] or [0, 0].
     """
@@ -281,7 +282,7 @@ def attend(model, layer, inputs, scratch, worker, workers):
 def forward(worker, workers, counter, model, inputs, scratch, outputs, first_layer, end_layer):
     """One worker's part of a pass over some layers; `counter`: the address of an int64 that is 0.
 
-    With an end after the last layer, logits are computed, too.
+    Numbers after the last layer's are those of the head's parts.
     """
     x, hidden, encoded = inputs.x[worker], scratch.normed[worker], scratch.encoded[worker]
     rows, num_layers = inputs.slots.shape[0], model.matrices.shape[0]
@@ -331,9 +332,11 @@ def forward(worker, workers, counter, model, inputs, scratch, outputs, first_lay
         normalise(x[row], model.final_norm, model.epsilon, hidden[row])
     keep_hidden_states(outputs, -1, rows, hidden, worker)
     kept = outputs.logits.shape[0]
-    encode(model.head, kept, hidden[rows - kept :], encoded)
-    part = share(outputs.logits.shape[1] // UNIT, worker, workers)
-    multiply(model.head, kept, encoded, outputs.logits, 0, part[0] * UNIT, part[1] * UNIT)
+    for part in range(max(first_layer - num_layers, 0), end_layer - num_layers):
+        matrix, column = model.head[part], part * model.head[0, NUM_TILES] * UNIT
+        encode(matrix, kept, hidden[rows - kept :], encoded)
+        first, end = share(matrix[NUM_TILES], worker, workers)
+        multiply(matrix, kept, encoded, outputs.logits, column, first * UNIT, end * UNIT)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -2,25 +2,46 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, NoReturn
 from weakref import finalize
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sequoia_plan.runtime.backends.packed.backend import PackedBackend
+from sequoia_plan.runtime.backends.packed.formats import OUTPUTS, format_number
+from sequoia_plan.runtime.backends.packed.tiles import Matrix, dense_rows
 from sequoia_plan.runtime.backends.packed.weights import (
+    EMBEDDING,
     PackedWeights,
     Storage,
     fill_from,
     layout_of,
 )
+from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.weight_stream import refuse_copies
 from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.stored import WeightSource
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.memory import MemorySplit
-from sequoia_plan.runtime.offload.weight_file import OnBytes, WeightFile, cached_weights
+from sequoia_plan.runtime.offload.weight_file import (
+    ALIGNMENT,
+    OnBytes,
+    Place,
+    WeightFile,
+    aligned_memory,
+    bytes_of,
+    cached_weights,
+)
+
+READERS = 8
+"""Threads that read embeddings."""
+KEPT_BYTES = 32 << 20
+"""Memory for the embeddings that were read last."""
 
 
 class PackedFile(PackedBackend):
@@ -31,8 +52,7 @@ class PackedFile(PackedBackend):
     ) -> None:
         self.file = file = WeightFile(path)
         mapped = file.map()
-        memories = [mapped[block.offset : block.offset + block.size] for block in file.blocks]
-        weights = PackedWeights(file.blocks, memories)
+        weights = PackedWeights(file.blocks, [mapped[block.offset :] for block in file.blocks])
         super().__init__(weights, config, dtype, recorded, check_source=file.check_unchanged)
         self.use(weights)
         self.arguments = path, config, dtype, recorded
@@ -42,19 +62,74 @@ class PackedFile(PackedBackend):
         return PackedFile, self.arguments
 
 
+class RowsInFile:
+    """Rows of a packed matrix that are read when they are needed; the last tiles are kept."""
+
+    def __init__(self, file: WeightFile, offset: int, place: Place) -> None:
+        self.file, self.offset, self.place, self.lock = file, offset, place, Lock()
+        self.tiles: dict[int, NDArray[np.uint8]] = {}
+        self.kept_bytes = min(KEPT_BYTES, place.size)
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """int64 [n] -> float32 [n, inputs]"""
+        numbers, places = np.unique(rows // OUTPUTS, return_inverse=True)
+        with self.lock:
+            missing = [number for number in numbers.tolist() if number not in self.tiles]
+            if missing:  # several at once, because each waits behind the layers' reads
+                with ThreadPoolExecutor(min(len(missing), READERS)) as readers:
+                    self.tiles |= zip(missing, readers.map(self._tile, missing), strict=True)
+            for number in numbers.tolist():  # the last ones come last
+                self.tiles[number] = self.tiles.pop(number)
+            tiles = np.stack([self.tiles[number] for number in numbers.tolist()])
+            while len(self.tiles) > self.kept_bytes // tiles.shape[1]:
+                del self.tiles[next(iter(self.tiles))]
+        format, inputs = format_number(self.place.format), self.place.inputs
+        matrix = Matrix(format, len(tiles) * OUTPUTS, inputs, tiles)
+        return dense_rows(matrix, places * OUTPUTS + rows % OUTPUTS)
+
+    def _tile(self, number: int) -> NDArray[np.uint8]:
+        """Read one tile."""
+        size = self.place.shape[1]
+        first = self.offset + number * size
+        start = first // ALIGNMENT * ALIGNMENT
+        memory = aligned_memory(round_up(first + size - start, ALIGNMENT))
+        self.file.read(start, bytes_of(memory))
+        return memory.numpy()[first - start :][:size].copy()
+
+
 class StreamedFile(PackedBackend):
     """Runs the weights of a packed file, of which some layers are read in every pass.
 
-    `place` says which; what is outside the layers is in memory.
+    `place` says which. The head's blocks count as layers. Embeddings are read when tokens need
+    them.
     """
 
     def __init__(
         self, file: WeightFile, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
     ) -> None:
-        self.file, (outside, *self.layers) = file, file.blocks
-        self.outside = file.memory_of(outside).numpy()
-        super().__init__(PackedWeights([outside], [self.outside]), config, dtype, recorded)
-        self.backend, self.outside_bytes = self, outside.size
+        self.file, (outside, *self.layers), self.backend = file, file.blocks, self
+        *_, last = outside.tensors.values()
+        vectors = last.start if last.format else last.start + last.size
+        nothing = [np.zeros(0, np.uint8)] * len(self.layers)
+        self.memories = [file.memory_of(outside, vectors).numpy(), *nothing]
+        super().__init__(PackedWeights(file.blocks, self.memories), config, dtype, recorded)
+        [(offset, place)] = [
+            (block.offset + block.tensors[EMBEDDING].start, block.tensors[EMBEDDING])
+            for block in file.blocks
+            if EMBEDDING in block.tensors
+        ]
+        self.rows = RowsInFile(file, offset, place)
+        self.outside_bytes = vectors + self.rows.kept_bytes
+
+    def keep_head(self) -> None:
+        """Keep the head in memory: a draft uses it, too."""
+        first = 1 + self.config.num_hidden_layers
+        head = self.layers[first - 1 :]
+        memory = aligned_memory(sum(block.size for block in head))
+        for block, part in zip(head, memory.split([block.size for block in head]), strict=True):
+            part.copy_(self.file.memory_of(block))
+        self.memories[first], self.layers = memory.numpy(), self.layers[: first - 1]
+        self.outside_bytes += len(memory)
 
     def layer_sizes(self) -> list[int]:
         """Bytes of each layer."""
@@ -66,7 +141,7 @@ class StreamedFile(PackedBackend):
             number: self.file.memory_of(self.layers[number]) for number in split.resident_layers
         }
         self.streamed_layers = [n for n in range(len(self.layers)) if n not in resident]
-        memories, slots = [self.outside], list[torch.Tensor]()
+        memories, slots = self.memories, list[torch.Tensor]()
         if self.streamed_layers:
             blocks = [self.layers[number] for number in self.streamed_layers]
             self.stream = stream = DiskStream(self.file, blocks, split.slots, torch.device("cpu"))
@@ -76,9 +151,13 @@ class StreamedFile(PackedBackend):
             memory = resident.get(number)
             if memory is None:
                 memory = slots[self.streamed_layers.index(number) % len(slots)][: block.size]
-            memories.append(memory.numpy())
+            memories[1 + number] = memory.numpy()
         self.recorded |= split.to_metadata(link, len(self.layers))
         self.use(PackedWeights(self.file.blocks, memories))
+
+    def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See `PackedBackend`."""
+        return self.rows.read(np.minimum(tokens, self.num_embeddings - 1))
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copies with a SequoiaPlanError."""

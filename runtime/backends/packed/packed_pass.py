@@ -124,7 +124,8 @@ def move_slots(keys: Any, values: Any, slots: Any, start: int) -> None:
 class PackedPass:
     """Runs packed layers over rows. Its scratch memory lets one pass run at a time.
 
-    `streamed_layers` are those whose weights `stream` brings in every pass.
+    `streamed_layers` are those whose weights `stream` brings in every pass; the head's parts count
+    as layers.
     """
 
     def __init__(
@@ -182,8 +183,8 @@ class PackedPass:
         return torch.from_numpy(logits), states
 
     def _parts(self) -> Iterator[tuple[int, int]]:
-        """Ranges of layers, each of which is in memory when it is yielded; the last has no end."""
-        start, num_layers = 0, len(self.model.matrices)
+        """Ranges of layers, each of which is in memory when it is yielded."""
+        start, num_layers = 0, len(self.model.matrices) + len(self.model.head)
         for number, layer in enumerate(self.streamed if self.stream else ()):
             assert self.stream
             if layer > start:
@@ -192,7 +193,8 @@ class PackedPass:
             yield layer, layer + 1
             self.stream.release(number)
             start = layer + 1
-        yield start, num_layers + 1
+        if start < num_layers:
+            yield start, num_layers
 
     def _reserve_rotary(self, positions: int) -> None:
         """Provide rotary embeddings of so many positions."""
@@ -210,7 +212,7 @@ class PackedPass:
         self.scratch_rows = rows = max(rows, self.scratch_rows)
         self.scratch_slots = slots = max(slots, self.scratch_slots)
         model, workers = self.model, self.workers.count
-        widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[ROW_BYTES]))
+        widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[0, ROW_BYTES]))
 
         def floats(*shape: int) -> NDArray[np.float32]:
             return aligned_zeros(shape, np.float32)

@@ -1,13 +1,14 @@
 """A Llama-like model's weights as the pass reads them: where each lies, and what is made of it.
 
-The first block of a file has what is outside the layers, and all vectors; a layer's block has its
-seven matrices.
+The first block of a file has all vectors, and then the embedding unless that is the output head; a
+layer's block has its seven matrices; the head is last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,11 @@ def place_of(matrix: StoredMatrix) -> Place:
 
 def layout_of(source: WeightSource, storage: Storage) -> list[dict[str, Place]]:
     """What each block holds. ValueError for a format that the pass does not read."""
-    blocks: dict[int, dict[str, Place]] = {0: {}}
-    for name, shape in source.shapes().items():
-        block = 0
+    shapes = source.shapes()
+    head = HEAD if storage.bits or HEAD in shapes else EMBEDDING
+    blocks: dict[float, dict[str, Place]] = {0: {}}
+    for name, shape in shapes.items():
+        block = math.inf if name == head else 0.0
         if len(shape) == 1:
             place = Place("float32", tuple(shape))
         else:
@@ -88,8 +91,9 @@ def layout_of(source: WeightSource, storage: Storage) -> list[dict[str, Place]]:
             if name.startswith("model.layers."):
                 block = 1 + int(name.split(".")[2])
         blocks.setdefault(block, {})[name] = place
-    if storage.bits and HEAD not in blocks[0]:  # one that is the embedding is rounded beside it
-        blocks[0][HEAD] = place_of(storage.of(HEAD, source.matrix(EMBEDDING)))
+    if head not in shapes:  # one that is the embedding is rounded beside it
+        blocks[math.inf] = {HEAD: place_of(storage.of(HEAD, source.matrix(EMBEDDING)))}
+    blocks[0] = dict(sorted(blocks[0].items(), key=lambda item: item[1].format != ""))
     return [blocks[number] for number in sorted(blocks)]
 
 
@@ -121,11 +125,15 @@ def pack_into(matrix: StoredMatrix, memory: NDArray[np.uint8]) -> Matrix:
 
 
 class PackedWeights:
-    """Packed tensors by name, in the memory of their blocks (uint8 each)."""
+    """Packed tensors by name, in the memory of their blocks (uint8 each).
+
+    Each is as long as what was read of its block; the head goes on in the blocks after its own.
+    """
 
     def __init__(
         self, blocks: Sequence[WeightBlock], memories: Sequence[NDArray[np.uint8]]
     ) -> None:
+        self.memories = memories
         self.places: Mapping[str, tuple[NDArray[np.uint8], Place]] = {
             name: (memory, place)
             for block, memory in zip(blocks, memories, strict=True)
@@ -135,7 +143,7 @@ class PackedWeights:
     def matrix(self, name: str) -> Matrix:
         """A matrix, whose tiles lie in its block."""
         memory, place = self.places[name]
-        tiles = memory[place.start : place.start + place.size].reshape(place.shape)
+        tiles = _tiles(memory[place.start : place.start + place.size], place.shape[1])
         return Matrix(format_number(place.format), place.outputs, place.inputs, tiles)
 
     def vector(self, name: str) -> NDArray[np.float32]:
@@ -151,7 +159,19 @@ class PackedWeights:
     @property
     def head(self) -> Matrix:
         """The output head, which may be the embedding."""
-        return self.matrix(HEAD if HEAD in self.places else EMBEDDING)
+        return self.matrix(self._head_name)
+
+    @property
+    def _head_name(self) -> str:
+        return HEAD if HEAD in self.places else EMBEDDING
+
+    def head_parts(self) -> list[Matrix]:
+        """The output head as the pass finds it, part by part."""
+        head, size = self.head, self.head.tiles.shape[1]
+        if len(head.tiles) * OUTPUTS >= head.outputs:
+            return [head]
+        first = [memory is self.places[self._head_name][0] for memory in self.memories].index(True)
+        return [replace(head, tiles=_tiles(memory, size)) for memory in self.memories[first:]]
 
     def formats(self) -> tuple[str, ...]:
         """The formats of matrices that passes multiply by."""
@@ -161,10 +181,16 @@ class PackedWeights:
         )
 
 
+def _tiles(memory: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """All whole tiles of a size in memory."""
+    return memory[: len(memory) // size * size].reshape(-1, size)
+
+
 def packed_in_memory(source: WeightSource, storage: Storage) -> PackedWeights:
     """Pack all tensors of a source. ValueError for a format that the pass does not read."""
     blocks, fill = place_blocks(layout_of(source, storage)), fill_from(source, storage)
-    memories = [aligned_zeros((block.size,)) for block in blocks]
+    whole = aligned_zeros((blocks[-1].offset + blocks[-1].size,))
+    memories = [whole[block.offset :] for block in blocks]
     for block, memory in zip(blocks, memories, strict=True):
         for name, place in block.tensors.items():
             fill(name, memory[place.start : place.start + place.size])
@@ -201,7 +227,7 @@ def model_of(weights: PackedWeights, config: Any, head_dim: int, key_bytes: int)
     biases = [vectors(f"{name}.bias")[:, 0] for name in MATRICES[:3]]
     return Model(
         matrices=np.array(rows).reshape(len(layers), len(MATRICES), -1),
-        head=describe(weights.head),
+        head=np.array([describe(part) for part in weights.head_parts()]),
         norms=vectors("input_layernorm.weight", "post_attention_layernorm.weight"),
         final_norm=weights.vector(FINAL_NORM),
         head_norms=vectors("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
