@@ -12,11 +12,6 @@ from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
-from sequoia_plan.runtime.backends.modules.self_draft import (
-    copy_bytes,
-    copy_can_share,
-    share_layers,
-)
 from sequoia_plan.runtime.backends.modules.self_draft import self_draft as copy_in_8_bits
 from sequoia_plan.runtime.models.architecture import (
     model_type,
@@ -31,7 +26,6 @@ from sequoia_plan.runtime.models.metadata import module_metadata
 from sequoia_plan.runtime.models.pretrained import ModelFiles, find_model
 from sequoia_plan.runtime.offload.memory import (
     SLOTS,
-    MemorySplit,
     as_bytes,
     cache_bytes,
     format_bytes,
@@ -189,7 +183,6 @@ class OffloadedModel:
         files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
         self.link, self.is_fused = link, placement != RESIDENT
         self.budget = as_bytes(memory, torch.device(device))
-        self.shared_layers: tuple[int, ...] | None = None
         self.parts: Any = None
         if placement == COMPILED and link == "disk":
             from sequoia_plan.runtime.backends.packed.loading import offload_packed
@@ -202,44 +195,11 @@ class OffloadedModel:
         self.model = _with_files(self.parts.backend, files)
 
     def copy_in_8_bits(self) -> LoadedModel:
-        """A draft that is a copy of the target, of which it shares layers that stay in memory."""
-        split = self._split_with_copy()
-        self.shared_layers = split.resident_layers if split else None
-        return copy_in_8_bits(self.model, self.parts.layer, self.shared_layers)
+        """A draft that is a copy of the target."""
+        return copy_in_8_bits(self.model, self.parts.layer)
 
     def place(self, draft: Any) -> None:
         """Load the layers that fit beside a draft, which may be None, and stream the others."""
-        split = self._split_with_copy() if self.shared_layers is not None else None
-        self.parts.place(split or self._split_beside(draft), self.link, self.is_fused)
-        if self.shared_layers:
-            share_layers(draft, self.model, self.shared_layers)
-
-    def _split_with_copy(self) -> MemorySplit | None:
-        """What fits where the draft has a copy of the streamed layers alone.
-
-        None if a copy cannot share layers, or if nothing has to be streamed.
-        """
-        parts, target = self.parts, self.model.module
-        if target is None or not copy_can_share(target):
-            return None
-        # the norm after the last layer and the rotary embeddings
-        outside = [
-            tensor
-            for name, tensor in (*target.named_parameters(), *target.named_buffers())
-            if tensor.ndim < 2 and not name.startswith(parts.layers_name)
-        ]
-        split = split_memory(
-            self.budget,
-            parts.outside_bytes,
-            copy_bytes(outside, torch.float32),
-            cache_bytes(self.model),
-            parts.layer_sizes(),
-            max(copy_bytes(layer.parameters(), target.dtype) for layer in parts.layers),
-        )
-        return split if split.streamed_bytes else None
-
-    def _split_beside(self, draft: Any) -> MemorySplit:
-        """What fits beside a draft, which may be None."""
         caches, draft_bytes = cache_bytes(self.model), 0
         if getattr(draft, "lm_head", self) is None and self.model.module is None:
             self.parts.keep_head()
@@ -248,7 +208,7 @@ class OffloadedModel:
             is_copy = getattr(draft, "copy_of", None) is self.model
             caches += 0 if is_copy else cache_bytes(draft)
         reads_chosen = getattr(self.parts, "routed", None) and self.link == "disk"
-        return split_memory(
+        split = split_memory(
             self.budget,
             self.parts.outside_bytes,
             draft_bytes,
@@ -256,3 +216,4 @@ class OffloadedModel:
             self.parts.layer_sizes(),
             slots=1 if reads_chosen else SLOTS,
         )
+        self.parts.place(split, self.link, self.is_fused)

@@ -61,7 +61,6 @@ def split_memory(
     draft_bytes: int,
     cache_bytes: int,
     layer_sizes: list[int],
-    copy_size: int = 0,
     slots: int = SLOTS,
 ) -> MemorySplit:
     """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile.
@@ -73,29 +72,28 @@ def split_memory(
     fixed_bytes = outside_bytes + draft_bytes + cache_bytes
     num_resident = num_layers
     if fixed_bytes + total_bytes > memory:
-        copy_bytes = copy_size * num_layers
-        slots -= slots == SLOTS and fixed_bytes + SLOTS * max_size + copy_bytes > memory
+        slots -= slots == SLOTS and fixed_bytes + SLOTS * max_size > memory
         slot_bytes = slots * max_size
-        needed_bytes = fixed_bytes + slot_bytes + copy_bytes
+        needed_bytes = fixed_bytes + slot_bytes
         if needed_bytes > memory:
             raise SequoiaPlanError(
                 f"memory: found {format_bytes(memory)}, expected at least "
                 f"{format_bytes(needed_bytes)}: {format_bytes(outside_bytes)} for embeddings and "
-                f"head, {format_bytes(draft_bytes + copy_bytes)} for the draft, "
+                f"head, {format_bytes(draft_bytes)} for the draft, "
                 f"{format_bytes(cache_bytes)} for KV caches, {format_bytes(slot_bytes)} for "
                 f"{slots} layers at a time"
             )
         num_resident -= 1
         if slots == 1:
             num_resident, expert_bytes = 0, memory - needed_bytes
-        elif max_size > copy_size:  # a resident layer needs no copy
-            num_resident = min((memory - needed_bytes) // (max_size - copy_size), num_resident)
+        else:
+            num_resident = min((memory - needed_bytes) // max_size, num_resident)
     resident_layers = tuple(int((i + 0.5) * num_layers / num_resident) for i in range(num_resident))
     resident_bytes = expert_bytes + sum(layer_sizes[layer] for layer in resident_layers)
     return MemorySplit(
         memory,
         outside_bytes,
-        draft_bytes + copy_size * (num_layers - num_resident),
+        draft_bytes,
         cache_bytes,
         slots,
         slot_bytes,

@@ -183,25 +183,23 @@ FEW_BYTES = st.integers(0, 50)
     FEW_BYTES,
     FEW_BYTES,
     FEW_BYTES,
-    st.integers(0, 60),
 )
-def test_what_fits_stays(sizes, memory, outside_bytes, draft_bytes, cache_bytes, copy_size):
+def test_what_fits_stays(sizes, memory, outside_bytes, draft_bytes, cache_bytes):
     fixed_bytes = outside_bytes + draft_bytes + cache_bytes
     try:
-        split = split_memory(memory, outside_bytes, draft_bytes, cache_bytes, sizes, copy_size)
+        split = split_memory(memory, outside_bytes, draft_bytes, cache_bytes, sizes)
     except SequoiaPlanError:
-        assert memory < fixed_bytes + 2 * max(sizes) + copy_size * len(sizes)
+        assert memory < fixed_bytes + 2 * max(sizes)
         return
     resident = split.resident_layers
     assert split.resident_bytes + split.streamed_bytes == sum(sizes)
-    num_copies = len(sizes) - len(resident)
-    assert split.draft_bytes == draft_bytes + copy_size * num_copies
-    fixed_bytes += copy_size * num_copies + split.slot_bytes
+    assert split.draft_bytes == draft_bytes
+    fixed_bytes += split.slot_bytes
     assert fixed_bytes + split.resident_bytes <= memory
     assert sorted(set(resident)) == list(resident)
     assert sum(sizes[layer] for layer in resident) == split.resident_bytes
     if split.streamed_bytes and len(resident) + SLOTS < len(sizes):
-        one_more = (len(resident) + 1) * max(sizes) - copy_size
+        one_more = (len(resident) + 1) * max(sizes)
         assert fixed_bytes + one_more > memory  # it is not sure to fit
 
 

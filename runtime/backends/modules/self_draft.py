@@ -1,7 +1,7 @@
 """A draft that is made from the target: a copy of it in 8 bits (SubSpec, arXiv 2509.18344)."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,31 +26,22 @@ def draft_dtype(target: Any) -> torch.dtype:
     return torch.bfloat16 if target.device.type == "cpu" else target.dtype
 
 
-def copy_can_share(target: Any) -> bool:
-    """Can a copy of `target` use its layers and its KV cache, because it has the same dtype?"""
-    return bool(draft_dtype(target) == target.dtype)
-
-
 @torch.no_grad()
 def self_draft(
     model: LoadedModel,
     load_layer: Callable[[int], Mapping[str, Tensor]] | None = None,
-    shared_layers: Collection[int] | None = None,
 ) -> LoadedModel:
     """A copy of a model's module whose linear layers are in 8 bits; the module is not changed.
 
     The copy shares the module's embeddings, and computes in `draft_dtype`. `load_layer` returns the
-    weights of a layer that is not in memory. `shared_layers` stay the module's own; then the
-    head does, too.
+    weights of a layer that is not in memory.
     """
     target = model.module
     dtype = draft_dtype(target)
     _, target_layers = decoder_layers(target)
     # no variable may hold one layer's weights while the next layer's are read
     layer_copies = nn.ModuleList(
-        layer
-        if number in (shared_layers or ())
-        else _layer_copy(
+        _layer_copy(
             target,
             layer,
             load_layer(number) if load_layer else dict(layer.named_parameters()),
@@ -64,9 +55,6 @@ def self_draft(
         if isinstance(module, nn.Embedding)
     }
     replacements[target_layers] = layer_copies
-    if shared_layers is not None:
-        head: nn.Module = target.get_output_embeddings()
-        replacements[head] = head
     # a tied head has a name of its own
     tensors = dict(target.named_parameters(remove_duplicate=False))
     module = _copy_in_8_bits(target, target, tensors, dtype, replacements).eval()
@@ -79,24 +67,6 @@ def self_draft(
     if module.dtype == target.dtype:
         draft.copy_of = model
     return draft
-
-
-def share_layers(draft: LoadedModel, target: LoadedModel, numbers: Iterable[int]) -> None:
-    """Let a copy compute with these layers of its target, after they were loaded or replaced."""
-    for number in numbers:
-        decoder_layers(draft.module)[1][number] = decoder_layers(target.module)[1][number]
-    assert isinstance(draft.backend, ModuleBackend)
-    draft.backend.look()
-
-
-def copy_bytes(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
-    """The most bytes that a copy of these weights takes; they may be on the meta device."""
-    return sum(
-        tensor.numel() + max(tensor.shape) * torch.bfloat16.itemsize  # a scale for each row
-        if tensor.ndim > 1
-        else tensor.numel() * dtype.itemsize
-        for tensor in tensors
-    )
 
 
 def _layer_copy(
