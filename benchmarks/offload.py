@@ -290,7 +290,7 @@ def main(parts: Parts, description: str | None) -> None:
 def measure_in_group(options: argparse.Namespace, name: str) -> Any:
     """Run a part as a process of its own, in a control group unless it is `memory`."""
     from sequoia_plan.runtime.offload.memory import as_bytes
-    from sequoia_plan.runtime.offload.weight_file import cache_folder
+    from sequoia_plan.runtime.offload.weight_cache import cache_folder
 
     leave_page_cache([cache_folder(), options.folder, *(Path(p).parent for p in (options.gguf,))])
     command = [sys.executable, *sys.argv, "--child", name]

@@ -13,10 +13,8 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,14 +23,13 @@ from weakref import finalize
 import msgspec
 import numpy as np
 import torch
-from filelock import FileLock
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.models.stored import Source, content_of, fingerprint
+from sequoia_plan.runtime.models.stored import Source
 
 ALIGNMENT = 4096
 """Offsets, sizes and addresses of reads are multiples of so many bytes."""
@@ -283,7 +280,7 @@ def write_weights(
     Tensors are written where they lie in the file, mapped, so they take no memory of this process.
     `source` is called once they are there; `on_bytes` now and then, with the bytes so far and all.
     """
-    blocks, unfinished = place_blocks(layout), _unfinished(path)
+    blocks, unfinished = place_blocks(layout), unfinished_path(path)
     size, done = blocks[-1].offset + blocks[-1].size, 0
     try:
         with open(unfinished, "w+b") as file:
@@ -323,75 +320,6 @@ def write_weights(
         unfinished.unlink(missing_ok=True)
 
 
-def cached_weights(
-    name: str,
-    files: Sequence[Path],
-    plan: Callable[[], tuple[WeightLayout, Fill]],
-    on_bytes: OnBytes = lambda done, total: None,
-) -> WeightFile:
-    """The file of weights that were made from `files`, in the cache; it is written on first use.
-
-    In its name, a hash of samples of the files takes the place of {}. If the system says that they
-    were touched since, their whole content is compared. `plan` gives the layout, and what fills it.
-
-    Raises:
-        SequoiaPlanError: if it cannot be written.
-    """
-    source, content = fingerprint(files), ""
-    path = cache_folder() / name.format(source.fingerprint)
-    for is_locked in (False, True):
-        with _errors_of(path), ExitStack() as stack:
-            if is_locked:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(exclusive_lock(path))
-            with suppress(SequoiaPlanError):  # none, or not whole
-                file = WeightFile(path, source.fingerprint)
-                if file.index.source.times == source.times:
-                    return file
-                content = content or content_of(files)
-                if file.index.source.content == content:
-                    return file
-                file.close()
-            if is_locked:
-                layout, fill = plan()
-                hashed = stack.enter_context(ThreadPoolExecutor(1)).submit(content_of, files)
-                write_weights(path, layout, fill, partial(_with_content, source, hashed), on_bytes)
-    return WeightFile(path, source.fingerprint)
-
-
-def _with_content(source: Source, hashed: Future[str]) -> Source:
-    """The source, once its hash is there."""
-    return structs.replace(source, content=hashed.result())
-
-
-def cache_folder() -> Path:
-    """The folder of weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
-    if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
-        return Path(chosen_folder)
-    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(user_cache) / "sequoia-plan"
-
-
-@contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    """A context whose system errors say what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
-            "weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
-        ) from error
-
-
-@contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
-    """Let one process at a time work on `path`, and remove what a killed one left unfinished."""
-    with FileLock(path.with_name(f".{path.name}.lock")):
-        _unfinished(path).unlink(missing_ok=True)
-        yield
-
-
-def _unfinished(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """The file beside `path` that is written first, and renamed to it in the end."""
     return path.with_name(f".{path.name}.unfinished")

@@ -34,7 +34,7 @@ from streamed import (
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.stored import Source
-from sequoia_plan.runtime.offload import disk_stream, weight_file
+from sequoia_plan.runtime.offload import disk_stream, weight_cache
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, Place, WeightFile, write_weights
 
@@ -292,7 +292,7 @@ def test_two_processes_make_one_file(folder, tmp_path):
             time.sleep(0.3)
             write_weights(path, *arguments)
 
-        weight_file.write_weights = noted
+        weight_cache.write_weights = noted
         assert tokens(streamed(folder)).equal(expected)
 
     assert [*map(status_of, [fork(load) for _ in range(2)])] == [0, 0]
@@ -340,7 +340,7 @@ def test_a_full_disk_while_the_file_is_written(folder):
 def test_a_finished_file_is_neither_locked_nor_written(folder, monkeypatch):
     """So it loads from a folder where nobody may write, also after its model was touched."""
     expected = tokens(streamed(folder))
-    monkeypatch.setattr(weight_file, "exclusive_lock", lambda path: pytest.fail("locked"))
+    monkeypatch.setattr(weight_cache, "exclusive_lock", lambda path: pytest.fail("locked"))
     os.utime(folder / "target" / "model.safetensors")
     assert tokens(streamed(folder)).equal(expected)
 

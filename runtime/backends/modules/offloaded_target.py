@@ -40,13 +40,12 @@ from sequoia_plan.runtime.models.pretrained import ModelFiles
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.host_stream import HostStream, pinned_blocks
 from sequoia_plan.runtime.offload.memory import MemorySplit
+from sequoia_plan.runtime.offload.weight_cache import cache_folder, cached_weights
 from sequoia_plan.runtime.offload.weight_file import (
     Fill,
     Place,
     WeightBlock,
     WeightFile,
-    cache_folder,
-    cached_weights,
 )
 
 

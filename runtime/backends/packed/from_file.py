@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -28,20 +27,17 @@ from sequoia_plan.runtime.models.dtype import dtype_name
 from sequoia_plan.runtime.models.stored import WeightSource
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.memory import MemorySplit
+from sequoia_plan.runtime.offload.weight_cache import cached_weights
 from sequoia_plan.runtime.offload.weight_file import (
     ALIGNMENT,
     OnBytes,
-    Place,
     WeightFile,
     aligned_memory,
     bytes_of,
-    cached_weights,
 )
 
 READERS = 8
 """Threads that read embeddings."""
-KEPT_BYTES = 32 << 20
-"""Memory for the embeddings that were read last."""
 
 
 class PackedFile(PackedBackend):
@@ -62,41 +58,6 @@ class PackedFile(PackedBackend):
         return PackedFile, self.arguments
 
 
-class RowsInFile:
-    """Rows of a packed matrix that are read when they are needed; the last tiles are kept."""
-
-    def __init__(self, file: WeightFile, offset: int, place: Place) -> None:
-        self.file, self.offset, self.place, self.lock = file, offset, place, Lock()
-        self.tiles: dict[int, NDArray[np.uint8]] = {}
-        self.kept_bytes = min(KEPT_BYTES, place.size)
-
-    def read(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """int64 [n] -> float32 [n, inputs]"""
-        numbers, places = np.unique(rows // OUTPUTS, return_inverse=True)
-        with self.lock:
-            missing = [number for number in numbers.tolist() if number not in self.tiles]
-            if missing:  # several at once, because each waits behind the layers' reads
-                with ThreadPoolExecutor(min(len(missing), READERS)) as readers:
-                    self.tiles |= zip(missing, readers.map(self._tile, missing), strict=True)
-            for number in numbers.tolist():  # the last ones come last
-                self.tiles[number] = self.tiles.pop(number)
-            tiles = np.stack([self.tiles[number] for number in numbers.tolist()])
-            while len(self.tiles) > self.kept_bytes // tiles.shape[1]:
-                del self.tiles[next(iter(self.tiles))]
-        format, inputs = format_number(self.place.format), self.place.inputs
-        matrix = Matrix(format, len(tiles) * OUTPUTS, inputs, tiles)
-        return dense_rows(matrix, places * OUTPUTS + rows % OUTPUTS)
-
-    def _tile(self, number: int) -> NDArray[np.uint8]:
-        """Read one tile."""
-        size = self.place.shape[1]
-        first = self.offset + number * size
-        start = first // ALIGNMENT * ALIGNMENT
-        memory = aligned_memory(round_up(first + size - start, ALIGNMENT))
-        self.file.read(start, bytes_of(memory))
-        return memory.numpy()[first - start :][:size].copy()
-
-
 class StreamedFile(PackedBackend):
     """Runs the weights of a packed file, of which some layers are read in every pass.
 
@@ -113,13 +74,8 @@ class StreamedFile(PackedBackend):
         nothing = [np.zeros(0, np.uint8)] * len(self.layers)
         self.memories = [file.memory_of(outside, vectors).numpy(), *nothing]
         super().__init__(PackedWeights(file.blocks, self.memories), config, dtype, recorded)
-        [(offset, place)] = [
-            (block.offset + block.tensors[EMBEDDING].start, block.tensors[EMBEDDING])
-            for block in file.blocks
-            if EMBEDDING in block.tensors
-        ]
-        self.rows = RowsInFile(file, offset, place)
-        self.outside_bytes = vectors + self.rows.kept_bytes
+        [self.rows_block] = [block for block in file.blocks if EMBEDDING in block.tensors]
+        self.outside_bytes = vectors
 
     def keep_head(self) -> None:
         """Keep the head in memory: a draft uses it, too."""
@@ -156,8 +112,26 @@ class StreamedFile(PackedBackend):
         self.use(PackedWeights(self.file.blocks, memories))
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `PackedBackend`."""
-        return self.rows.read(np.minimum(tokens, self.num_embeddings - 1))
+        """See `PackedBackend`. Several tiles are read at once: each waits behind the layers'."""
+        place, rows = (
+            self.rows_block.tensors[EMBEDDING],
+            np.minimum(tokens, self.num_embeddings - 1),
+        )
+        numbers, places = np.unique(rows // OUTPUTS, return_inverse=True)
+        size = place.shape[1]
+
+        def tile(number: int) -> NDArray[np.uint8]:
+            """The bytes of one tile."""
+            first = self.rows_block.offset + place.start + number * size
+            start = first // ALIGNMENT * ALIGNMENT
+            memory = aligned_memory(round_up(first + size - start, ALIGNMENT))
+            self.file.read(start, bytes_of(memory))
+            return memory.numpy()[first - start :][:size]
+
+        with ThreadPoolExecutor(READERS) as readers:
+            tiles = np.stack(list(readers.map(tile, numbers.tolist())))
+        matrix = Matrix(format_number(place.format), len(tiles) * OUTPUTS, place.inputs, tiles)
+        return dense_rows(matrix, places * OUTPUTS + rows % OUTPUTS)
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copies with a SequoiaPlanError."""

@@ -1,0 +1,91 @@
+"""The files of weights in the cache: found, or made on first use by one process at a time."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from filelock import FileLock
+from msgspec import structs
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.models.stored import Source, content_of, fingerprint
+from sequoia_plan.runtime.offload.weight_file import (
+    Fill,
+    OnBytes,
+    WeightFile,
+    WeightLayout,
+    unfinished_path,
+    write_weights,
+)
+
+
+def cached_weights(
+    name: str,
+    files: Sequence[Path],
+    plan: Callable[[], tuple[WeightLayout, Fill]],
+    on_bytes: OnBytes = lambda done, total: None,
+) -> WeightFile:
+    """The file of weights that were made from `files`, in the cache; it is written on first use.
+
+    In its name, a hash of samples of the files takes the place of {}. If the system says that they
+    were touched since, their whole content is compared. `plan` gives the layout, and what fills it.
+
+    Raises:
+        SequoiaPlanError: if it cannot be written.
+    """
+    source, content = fingerprint(files), ""
+    path = cache_folder() / name.format(source.fingerprint)
+    for is_locked in (False, True):
+        with _errors_of(path), ExitStack() as stack:
+            if is_locked:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(exclusive_lock(path))
+            with suppress(SequoiaPlanError):  # none, or not whole
+                file = WeightFile(path, source.fingerprint)
+                if file.index.source.times == source.times:
+                    return file
+                content = content or content_of(files)
+                if file.index.source.content == content:
+                    return file
+                file.close()
+            if is_locked:
+                layout, fill = plan()
+                hashed = stack.enter_context(ThreadPoolExecutor(1)).submit(content_of, files)
+                write_weights(path, layout, fill, partial(_with_content, source, hashed), on_bytes)
+    return WeightFile(path, source.fingerprint)
+
+
+def _with_content(source: Source, hashed: Future[str]) -> Source:
+    """The source, once its hash is there."""
+    return structs.replace(source, content=hashed.result())
+
+
+def cache_folder() -> Path:
+    """The folder of weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
+    if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
+        return Path(chosen_folder)
+    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(user_cache) / "sequoia-plan"
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """A context whose system errors say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise SequoiaPlanError(
+            f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
+            "weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
+        ) from error
+
+
+@contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Let one process at a time work on `path`, and remove what a killed one left unfinished."""
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        unfinished_path(path).unlink(missing_ok=True)
+        yield
