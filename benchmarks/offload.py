@@ -1,13 +1,14 @@
 """Decode with a target that does not fit, side by side with others, under a real memory limit.
 
     python benchmarks/offload.py --target target.gguf --draft draft.gguf --dtype bfloat16 \\
-        --tree streamed.safetensors --memory 760MB --limit 1.2GB -o benchmarks/results/offload.json
+        --tree streamed.safetensors --memory 800MB --limit 1200000000 \\
+        -o benchmarks/results/offload.json
 
-Each method is a process of its own in a control group of `--limit` bytes: page cache, Python and
-all (as root, with control groups of version 1). Before it, the models leave the page cache. Parts
-that the output file already has for this dtype are not run again; it is finished by a last run.
+Each part is a process in a control group of `--limit` bytes, page cache, Python and all (as root,
+with control groups of version 1). Before it, the models leave the page cache, and the disk's speed
+is measured. Parts that the output file has for this dtype are not run again; the last run takes the
+figures.
 
-disk: only reads, past the page cache, of what a pass reads.
 plain, tree: ours, the target streamed.
 memory: our tree with both models in memory and no limit: all of ours must have its texts.
 accelerate: transformers with all layers on the disk, from `--folder`, where the same weights are as
@@ -27,8 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,17 @@ from urllib.request import Request, urlopen
 
 from reports import new_parser, write_report
 
-from sequoia_plan.profiler.hardware import fingerprint
-
 Parts = dict[str, Callable[[argparse.Namespace], Any]]
 """Functions that measure, by the names of parts of a report."""
-TOKENS = {"plain": 10, "tree": 64, "memory": 64, "accelerate": 3, "llama": 6, "llama-draft": 24}
-"""New tokens of each prompt."""
-PROMPTS = {"code": 10, "chat": 5}
-"""Prompts of each kind, of those that no profile is measured on."""
-FEW = {"code": 2, "chat": 1}
-"""The same for accelerate."""
-PORT = 8766
+TOKENS = {"plain": 8, "tree": 64, "memory": 64, "accelerate": 3, "llama": 5, "llama-draft": 16}
+"""New tokens of each prompt, by part."""
+KINDS = {"code": range(4), "chat": range(4, 6)}
+"""Prompts by kind."""
+FEW = 0, 4
+"""Those that accelerate decodes."""
+URL = "http://127.0.0.1:8766/"
+CHUNK, READS = 4 << 20, 2
+"""How the disk is read: so many bytes at a time, the whole file so often."""
 
 
 def bytes_read_so_far(process: int | str = "self") -> int:
@@ -55,48 +55,27 @@ def bytes_read_so_far(process: int | str = "self") -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-@contextmanager
-def control_group(limit: int) -> Iterator[Path]:
-    """A group of processes with so many bytes of memory, inside of this one's."""
-    lines = Path("/proc/self/cgroup").read_text().split()
-    [own] = [line.split(":")[2] for line in lines if line.split(":")[1] == "memory"]
-    group = Path(f"/sys/fs/cgroup/memory{own}") / f"offload-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-        yield group
-    finally:
-        time.sleep(0.5)  # until the kernel has let go of what ended
-        group.rmdir()
+def bytes_per_second(path: Path) -> float:
+    """The speed of two threads that read a packed file as a stream does."""
+    from sequoia_plan.runtime.offload.disk_stream import THREADS
+    from sequoia_plan.runtime.offload.weight_file import WeightFile, aligned_memory, bytes_of
 
+    file = WeightFile(path)
+    end = file.blocks[-1].offset // CHUNK * CHUNK
+    starts = iter([*range(0, end, CHUNK)] * READS)
 
-def leave_page_cache(folders: list[Path]) -> None:
-    """Drop what the system keeps of all files."""
-    for path in (file for folder in folders for file in folder.rglob("*") if file.is_file()):
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+    def read() -> None:
+        memory = bytes_of(aligned_memory(CHUNK))
+        for start in starts:
+            file.read(start, memory)
 
-
-def load_ours(options: argparse.Namespace, **arguments: Any) -> Any:
-    """The pair, with what `load_pair` takes besides."""
-    from sequoia_plan.runtime import load_pair
-
-    return load_pair(options.target, options.draft, dtype=options.dtype, **arguments)
-
-
-def prompts_of(options: argparse.Namespace, counts: dict[str, int]) -> list[tuple[str, list[int]]]:
-    """Kind and token ids of the prompts."""
-    from sequoia_plan.artifacts.prompts import BUILT_IN, by_kind, held_out_half, load
-    from sequoia_plan.profiler.prompts import encode
-    from sequoia_plan.runtime.models.pretrained import find_model
-
-    tokenizer, prompts = find_model(options.target).tokenizer(), by_kind(load(BUILT_IN))
-    return [
-        (kind, encode(tokenizer, prompt.text))
-        for kind, count in counts.items()
-        for prompt in held_out_half(prompts[kind])[:count]
-    ]
+    threads = [threading.Thread(target=read) for _ in range(THREADS)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return READS * end / (time.perf_counter() - started)
 
 
 def run_ours(options: argparse.Namespace, part: str) -> dict[str, Any]:
@@ -104,24 +83,23 @@ def run_ours(options: argparse.Namespace, part: str) -> dict[str, Any]:
     import torch
 
     from sequoia_plan.artifacts import TokenTree, load_tree
-    from sequoia_plan.runtime import Sampling, SequoiaDecoder
+    from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
 
-    place = {} if part == "memory" else {"offload": "disk", "memory": options.memory}
-    pair = load_ours(options, **place)
+    torch.set_num_threads(options.threads)
+    how = {} if part == "memory" else {"offload": "disk", "memory": options.memory}
+    pair = load_pair(options.target, options.draft, dtype=options.dtype, **how)
     tree = TokenTree.chain(1) if part == "plain" else load_tree(options.tree)
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    prompts, runs, texts = prompts_of(options, PROMPTS), [], []
-    decoder.generate(torch.tensor(prompts[0][1]), 2)
-    for _, prompt in prompts:
-        bytes_before, times, text, first = bytes_read_so_far(), [time.perf_counter()], [0], 0
+    decoder, runs, texts = SequoiaDecoder(pair.target, pair.draft, tree), [], []
+    decoder.generate(options.prompts[0], 2)
+    for prompt in options.prompts:
+        bytes_before, times, text, first = bytes_read_so_far(), [time.perf_counter()], [], 0
         for step in decoder.steps(torch.tensor(prompt), TOKENS[part], Sampling()):
             text += step.tokens
             times.append(time.perf_counter())
-            first = first or len(step.tokens)
-        seconds = [end - times[0] for end in (times[-1], times[1])]
-        run = [len(text) - 1, len(times) - 1, seconds[0], first, seconds[1]]
+            first = first or len(text)
+        run = [len(text), len(times) - 1, times[-1] - times[0], first, times[1] - times[0]]
         runs.append([*run, bytes_read_so_far() - bytes_before])
-        texts.append(text[1:])
+        texts.append(text)
     return {"runs": runs, "texts": texts, "models": pair.metadata}
 
 
@@ -130,57 +108,58 @@ def run_accelerate(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(options.threads)
     model: Any = AutoModelForCausalLM.from_pretrained(
         options.folder, dtype=torch.bfloat16, device_map={"": "disk"}, offload_folder=options.folder
     )
     type(model).device = property(lambda self: torch.device("cpu"))  # it would be `meta`
-    runs = []
-    for _, prompt in prompts_of(options, FEW):
+    runs, tokens = [], TOKENS["accelerate"]
+    for number in FEW:
         times, bytes_before = [time.perf_counter()], bytes_read_so_far()
-        hook = model.register_forward_hook(
-            lambda *_, times=times: times.append(time.perf_counter())
-        )
-        tokens = TOKENS["accelerate"]
-        ids = torch.tensor([prompt])
+        hook = model.register_forward_hook(lambda *_, t=times: t.append(time.perf_counter()))
+        ids = torch.tensor([options.prompts[number]])
         model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         hook.remove()
-        first, last = times[1] - times[0], times[-1] - times[0]
-        runs.append([tokens, tokens, last, 1, first, bytes_read_so_far() - bytes_before])
+        run = [tokens, tokens, times[-1] - times[0], 1, times[1] - times[0]]
+        runs.append([*run, bytes_read_so_far() - bytes_before])
     return {"runs": runs}
 
 
-def run_llama(options: argparse.Namespace, part: str) -> dict[str, Any]:
+def ask(path: str, body: Any = None) -> Any:
+    """An answer of llama.cpp's server."""
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(URL + path, data, {"Content-Type": "application/json"})) as answer:
+        return json.load(answer)
+
+
+def run_llama(options: argparse.Namespace, part: str, join: Callable[[], None]) -> dict[str, Any]:
     """llama.cpp's server, whose own times count."""
-    prompts = prompts_of(options, PROMPTS)
-    command = [f"{options.llama}/llama-server", "-m", options.gguf, "--port", str(PORT)]
+    command = [f"{options.llama}/llama-server", "-m", options.gguf, "--port", URL[-5:-1]]
     command += ["-c", "2048", "-np", "1", "-t", str(options.threads), "--no-warmup"]
     if part == "llama-draft":
-        command += ["-md", options.draft, "--draft-max", str(options.draft_max)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def ask(path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        url = f"http://127.0.0.1:{PORT}{path}"
-        request = Request(url, data, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=900) as answer:
-            return json.load(answer)
-
+        command += ["-md", options.draft, *options.llama_draft.split()]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=join
+    )
     try:
-        for _ in range(600):
+        while server.poll() is None:
             try:
-                ask("/health")
+                ask("health")
                 break
             except OSError:
                 time.sleep(0.5)
         runs, texts = [], []
-        for _, prompt in prompts:
+        for prompt in options.prompts:
             bytes_before = bytes_read_so_far(server.pid)
             body = {"prompt": prompt, "n_predict": TOKENS[part], "temperature": 0}
-            answer = ask("/completion", body | {"cache_prompt": False, "return_tokens": True})
+            answer = ask("completion", body | {"cache_prompt": False, "return_tokens": True})
             times = answer["timings"]
-            accepted, tokens = times.get("draft_n_accepted", 0), times["predicted_n"]
-            first = times["prompt_ms"] / 1000
-            run = [tokens, tokens - accepted, first + times["predicted_ms"] / 1000, 1, first]
+            first, tokens = times["prompt_ms"] / 1000, times["predicted_n"]
+            passes, seconds = (
+                tokens - times.get("draft_n_accepted", 0),
+                times["predicted_ms"] / 1000,
+            )
+            run = [tokens, passes, first + seconds, 1, first]
             runs.append([*run, bytes_read_so_far(server.pid) - bytes_before])
             texts.append(answer["tokens"])
         return {"runs": runs, "texts": texts}
@@ -189,40 +168,7 @@ def run_llama(options: argparse.Namespace, part: str) -> dict[str, Any]:
         server.wait()
 
 
-def run_disk(options: argparse.Namespace) -> dict[str, Any]:
-    """Bytes a second of reads, by as many threads and in such parts as a stream has."""
-    from sequoia_plan.runtime.offload.disk_stream import THREADS
-    from sequoia_plan.runtime.offload.weight_file import CHUNK_BYTES, aligned_memory, bytes_of
-
-    stream = load_ours(options, offload="disk", memory=options.memory).target.stream
-    stream.wait_until_full()
-    speeds = []
-    for _ in range(8):
-        chunks = iter(
-            [
-                (block.offset + start, min(CHUNK_BYTES, block.size - start))
-                for block in stream.blocks
-                for start in range(0, block.size, CHUNK_BYTES)
-            ]
-        )
-
-        def read(chunks: Iterator[tuple[int, int]] = chunks) -> None:
-            buffer = bytes_of(aligned_memory(CHUNK_BYTES))
-            for offset, size in chunks:
-                stream.file.read(offset, buffer[:size])
-
-        threads = [threading.Thread(target=read) for _ in range(THREADS)]
-        started = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        speeds.append(sum(b.size for b in stream.blocks) / (time.perf_counter() - started))
-    return {"bytes_per_second": speeds}
-
-
 PARTS: Parts = {
-    "disk": run_disk,
     "plain": partial(run_ours, part="plain"),
     "tree": partial(run_ours, part="tree"),
     "accelerate": run_accelerate,
@@ -232,47 +178,66 @@ PARTS: Parts = {
 }
 
 
+def measure(options: argparse.Namespace, name: str) -> Any:
+    """Run a part in a control group inside of this process's."""
+    from sequoia_plan.runtime.offload.weight_cache import cache_folder
+
+    packed = list(cache_folder().glob(f"{Path(options.target).stem}-*.packed"))
+    models = [options.target, options.draft, options.gguf, *options.folder.iterdir(), *packed]
+    for path in models:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    disk = bytes_per_second(max(packed, key=lambda path: path.stat().st_size))
+    lines = [line.split(":") for line in Path("/proc/self/cgroup").read_text().split()]
+    own = next(path for _, controller, path in lines if controller == "memory")
+    group = Path(f"/sys/fs/cgroup/memory{own}") / f"offload-{os.getpid()}"
+    group.mkdir()
+    if name != "memory":
+        (group / "memory.limit_in_bytes").write_text(str(options.limit))
+
+    def join() -> None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    try:
+        if name.startswith("llama"):
+            result = run_llama(options, name, join)
+        else:  # Python itself counts
+            command = [sys.executable, *sys.argv, "--child", name]
+            child = subprocess.run(command, check=True, stdout=subprocess.PIPE, preexec_fn=join)
+            result = json.loads(child.stdout.splitlines()[-1])
+        peak = int((group / "memory.max_usage_in_bytes").read_text())
+    finally:
+        time.sleep(1)  # until the kernel has let go of what ended
+        group.rmdir()
+    load = os.getloadavg()[0]
+    return result | {"disk_bytes_per_second": disk, "peak_bytes": peak, "load": load}
+
+
 def figures_of(options: argparse.Namespace, parts: dict[str, Any]) -> dict[str, Any]:
-    """Speeds and speed-ups by kind, and what the tree promises."""
+    """Speeds by kind, what the tree promises, and how many texts are those in memory."""
     from sequoia_plan.artifacts import load_tree
-    from sequoia_plan.artifacts.prediction import prediction_for
     from sequoia_plan.profiler.bench_figures import summary
     from sequoia_plan.profiler.decoding_methods import PromptRun
-    from sequoia_plan.runtime import Sampling
+    from sequoia_plan.profiler.hardware import fingerprint
 
-    figures: dict[str, Any] = {}
-    starts = {"code": 0, "chat": PROMPTS["code"]}
-    for kind, start in starts.items():
+    figures: dict[str, Any] = {"hardware": fingerprint("cpu")}
+    for kind, numbers in KINDS.items():
         runs = {}
-        for name, measured in parts.items():
-            counts = FEW if name == "accelerate" else PROMPTS
-            first = FEW["code"] * (kind == "chat") if name == "accelerate" else start
-            if "runs" in measured and name != "memory":
-                kind_runs = measured["runs"][first : first + counts[kind]]
-                runs[name] = [PromptRun(*run[:5]) for run in kind_runs]
+        for name, part in parts.items():
+            decoded = FEW if name == "accelerate" else range(len(part["runs"]))
+            by_prompt = dict(zip(decoded, part["runs"], strict=True))
+            runs[name] = [PromptRun(*by_prompt[n][:5]) for n in numbers if n in by_prompt]
         figures[kind] = {name: one.to_dict() for name, one in summary(runs, over=()).items()}
-    for measured in parts.values():
-        if "runs" in measured:
-            passes = sum((run[1] or 1) + 1 for run in measured["runs"])
-            measured["bytes_read_a_pass"] = round(sum(run[5] for run in measured["runs"]) / passes)
+    for part in parts.values():
+        passes = sum(run[1] + 1 for run in part["runs"])
+        part["bytes_read_a_pass"] = round(sum(run[5] for run in part["runs"]) / passes)
+    for name in ("plain", "tree", "llama", "llama-draft"):
+        pairs = zip(parts[name]["texts"], parts["memory"]["texts"], strict=True)
+        parts[name]["texts_as_in_memory"] = sum(a == b[: len(a)] for a, b in pairs)
     tree = load_tree(options.tree)
-    sampling = Sampling()
-    prediction = prediction_for(tree, sampling.verifier, tree.plan, sampling.settings())
-    expected = parts["memory"]["texts"]
-    same = {
-        name: [
-            sum(a == b[: len(a)] for a, b in zip(parts[name]["texts"], expected, strict=True)),
-            len(expected),
-        ]
-        for name in ("plain", "tree", "llama", "llama-draft")
-        if name in parts
-    }
-    return {
-        "figures": figures,
-        "texts_as_in_memory": same,
-        "tree": {"size": tree.size, "depth": tree.depth, "step_seconds": tree.plan.step_seconds},
-        "predicted": {"tokens_per_step": prediction.tokens_per_step, "speedup": prediction.speedup},
-    }
+    plan = tree.plan.to_dict() if tree.plan else {}
+    return figures | {"tree": [tree.size, tree.depth], "plan": plan}
 
 
 def main(parts: Parts, description: str | None) -> None:
@@ -287,52 +252,42 @@ def main(parts: Parts, description: str | None) -> None:
             write_report(options.output, results)
 
 
-def measure_in_group(options: argparse.Namespace, name: str) -> Any:
-    """Run a part as a process of its own, in a control group unless it is `memory`."""
-    from sequoia_plan.runtime.offload.memory import as_bytes
-    from sequoia_plan.runtime.offload.weight_cache import cache_folder
-
-    leave_page_cache([cache_folder(), options.folder, *(Path(p).parent for p in (options.gguf,))])
-    command = [sys.executable, *sys.argv, "--child", name]
-    limit = 10**12 if name == "memory" else as_bytes(options.limit, None)
-    with control_group(limit) as group:
-
-        def join() -> None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, preexec_fn=join)
-        peak = int((group / "memory.max_usage_in_bytes").read_text())
-    return json.loads(done.stdout.splitlines()[-1]) | {"peak_bytes": peak}
-
-
 def run_all() -> None:
     """Run the parts that the output file lacks for a dtype, and take the figures."""
     parser = new_parser(__doc__)
     parser.add_argument("--part", action="append", choices=list(PARTS))
     parser.add_argument("--child", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=json.loads, help="token ids, as JSON")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--draft-max", type=int, default=8)
+    parser.add_argument("--llama-draft", default="", help="further options with a draft")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--folder", type=Path, default=Path("build/offload"))
     for name in ("target", "draft", "tree", "memory", "limit", "gguf", "llama"):
         parser.add_argument(f"--{name}")
     options = parser.parse_args()
     if options.child:
-        import torch
-
-        torch.set_num_threads(options.threads)
         print(json.dumps(PARTS[options.child](options)))
         return
+    from sequoia_plan.artifacts.prompts import BUILT_IN, by_kind, held_out_half, load
+    from sequoia_plan.profiler.prompts import encode
+    from sequoia_plan.runtime.models.pretrained import find_model
+
+    tokenizer, prompts = find_model(options.target).tokenizer(), by_kind(load(BUILT_IN))
+    options.prompts = [
+        encode(tokenizer, prompt.text)
+        for kind, numbers in KINDS.items()
+        for prompt in held_out_half(prompts[kind])[: len(numbers)]
+    ]
+    sys.argv += ["--prompts", json.dumps(options.prompts)]
     results = json.loads(options.output.read_text()) if options.output.exists() else {}
     result = results.setdefault(options.dtype, {"parts": {}})
-    result["settings"] = {name: str(value) for name, value in vars(options).items()}
     for name in options.part or PARTS:
         if name not in result["parts"]:
-            result["parts"][name] = measure_in_group(options, name)
+            result["parts"][name] = measure(options, name)
             write_report(options.output, results)
-    if "memory" in result["parts"]:
-        result |= figures_of(options, result["parts"]) | {"hardware": fingerprint("cpu")}
-    write_report(options.output, results)
+    if result["parts"].keys() >= PARTS.keys() - {"accelerate"}:
+        result |= figures_of(options, result["parts"])
+        write_report(options.output, results)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.backends import copy_in_8_bits, place
-from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
+from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS, LANGUAGE_MODEL, with_draft
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +83,13 @@ def test_where_weights_are_is_recorded(pair):
         is_file = placement == "compiled"  # which has the digest of all of it
         assert (target["digest"] != plain.metadata["target"]["digest"]) == is_file
         assert draft["digest"] == plain.metadata["draft"]["digest"]
+
+
+@pytest.mark.parametrize("draft", EMBEDDED_DRAFTS)
+def test_streamed_from_the_packed_file(draft):
+    pairs = [load_pair(draft=draft, **how) for how in ({}, {"offload": "disk", "memory": "150MB"})]
+    metadata = pairs[1].metadata["target"]
+    assert 0 < metadata["resident_layers"] < metadata["layers"] and not pairs[1].target.module
+    prompt = held_out(pairs[0].tokenizer, 1)[0]
+    texts = [SequoiaDecoder(p.target, p.draft, BUSHY).generate(prompt, 32) for p in pairs]
+    assert texts[0].sequences.equal(texts[1].sequences) and texts[1].tokens_per_step > 1.4

@@ -79,12 +79,9 @@ class StreamedFile(PackedBackend):
 
     def keep_head(self) -> None:
         """Keep the head in memory: a draft uses it, too."""
-        first = 1 + self.config.num_hidden_layers
-        head = self.layers[first - 1 :]
-        memory = aligned_memory(sum(block.size for block in head))
-        for block, part in zip(head, memory.split([block.size for block in head]), strict=True):
-            part.copy_(self.file.memory_of(block))
-        self.memories[first], self.layers = memory.numpy(), self.layers[: first - 1]
+        count = self.config.num_hidden_layers
+        memory = torch.cat([self.file.memory_of(block) for block in self.layers[count:]])
+        self.memories[1 + count], self.layers = memory.numpy(), self.layers[:count]
         self.outside_bytes += len(memory)
 
     def layer_sizes(self) -> list[int]:
@@ -113,10 +110,8 @@ class StreamedFile(PackedBackend):
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `PackedBackend`. Several tiles are read at once: each waits behind the layers'."""
-        place, rows = (
-            self.rows_block.tensors[EMBEDDING],
-            np.minimum(tokens, self.num_embeddings - 1),
-        )
+        place = self.rows_block.tensors[EMBEDDING]
+        rows = np.minimum(tokens, self.num_embeddings - 1)
         numbers, places = np.unique(rows // OUTPUTS, return_inverse=True)
         size = place.shape[1]
 
