@@ -112,6 +112,10 @@ class Backend(Protocol):
     def head(self, hidden_states: Tensor) -> Tensor:
         """Normed hidden states [..., width] -> logits [..., vocabulary]."""
 
+    def new_step(self, part: Any, sequence: Any, **sizes: Any) -> Any:
+        """What runs whole steps in one call, with `part` of a draft; None if nothing does."""
+        return None
+
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
         return False
