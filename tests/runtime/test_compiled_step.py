@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from enumeration import pooled_p_value
+from scipy.stats import chisquare
 from scripted import token_probs_of_texts
+from toys import first_tokens
 
 from drafts import eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
@@ -98,17 +99,17 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
 def test_joint_law_of_two_tokens(kind, verifier, monkeypatch):
     """Chi-square; in the control, path and bonus token share their random number."""
-    sampling, runs = Sampling(1.0, verifier=verifier), 20000
+    sampling, runs = Sampling(4.0, verifier=verifier), 20000
     target, draft = pair(kind, 4)
     decoder = SequoiaDecoder(target, draft, TokenTree.from_parents([-1, 0, 0, 1]))
-    expected = token_probs_of_texts(target, PROMPT[:3].tolist(), 2, sampling)
+    prompt = PROMPT[:3].tolist()
+    expected = token_probs_of_texts(target, prompt, 2, sampling)
     expected = expected.prod(-1).flatten() * runs
 
     def p_value():
-        texts = (decoder.generate(PROMPT[:3], 2, seed=s, sampling=sampling) for s in range(runs))
-        new = np.array([text.sequences[0, 3:].tolist() for text in texts])
+        new = first_tokens(prompt, None, range(runs), None, 2, sampling, decoder)
         observed = np.bincount(np.ravel_multi_index(new.T, [4, 4]), minlength=16)
-        return pooled_p_value(observed, expected)
+        return chisquare(observed, expected).pvalue
 
     assert p_value() > 1e-3
     refill = SequenceState.refill_random_numbers

@@ -17,11 +17,6 @@ from sequoia_plan.runtime.backends.packed.packed_pass import (
     cache_dtype,
     visible_slots,
 )
-<<<<<<< HEAD
-from sequoia_plan.runtime.backends.packed.tiles import dense_rows
-from sequoia_plan.runtime.backends.packed.weights import PackedWeights, describe, model_of
-from sequoia_plan.runtime.base.sequence import SequenceState
-=======
 from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros, dense_rows, round_rows
 from sequoia_plan.runtime.backends.packed.weights import (
     PackedWeights,
@@ -30,7 +25,7 @@ from sequoia_plan.runtime.backends.packed.weights import (
     pack_into,
     place_of,
 )
->>>>>>> main
+from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import head_size
 from sequoia_plan.runtime.models.loaded_model import Backend, Masks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,19 @@ def tree_of(tree: TokenTree, pass_rows: Sequence[int], pass_draws: Sequence[int]
     passes = np.array([*zip(firsts, counts, pass_draws, pass_rows, strict=True)], np.int64)
     looked_up = (tree.classes == 0) & bool(tree.looks_up)
     looked_up[0] = False
-    arrays = (
-        np.append(-1, tree.parents[1:]), tree.position_ids, tree.first_child, tree.child_count,
-        looked_up, rows, inner,
-    )  # fmt: skip
-    integers: Any = (np.ascontiguousarray(array, np.int64) for array in arrays)
-    return Tree(*integers, passes.reshape(-1, 4), tree.depth, max(tree.branching, 1))
+    integers = partial(np.ascontiguousarray, dtype=np.int64)
+    return Tree(
+        parents=integers(np.append(-1, tree.parents[1:])),
+        levels=integers(tree.position_ids),
+        first_child=integers(tree.first_child),
+        num_children=integers(tree.child_count),
+        looked_up=integers(looked_up),
+        rows=rows,
+        inner=integers(inner),
+        passes=passes.reshape(-1, 4),
+        depth=tree.depth,
+        branching=max(tree.branching, 1),
+    )
 
 
 class CompiledStep:

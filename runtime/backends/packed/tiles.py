@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -180,9 +179,9 @@ def embedding_of(matrix: Matrix) -> Embedding:
             layout.zero is None, layout.offset_sign, layout.scale_zero,
         ]  # fmt: skip
         values = [x - (layout.zero or 0) for x in layout.values or range(1 << layout.bits)]
-    planes = (np.array(p, np.int64) for p in (layout.planes, layout.scale_planes))
     numbers = np.array([*sizes, *[0] * (10 - len(sizes))], np.int64)
-    return Embedding(tiles, numbers, *planes, np.array(values, np.float32))
+    planes, scale_planes = (np.array(p, np.int64) for p in (layout.planes, layout.scale_planes))
+    return Embedding(tiles, numbers, planes, scale_planes, np.array(values, np.float32))
 
 
 def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -196,60 +195,58 @@ def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.flo
 @njit(nogil=True, cache=True, error_model="numpy")
 def read_row(embedding, number, row):
     """Read one row, float32 [inputs]."""
-    tile, output = embedding.tiles[number // OUTPUTS], number % OUTPUTS
+    tile, output, values = embedding.tiles[number // OUTPUTS], number % OUTPUTS, embedding.values
     block, group, num_scales, step_bytes, scales_at, weights_at, factor_bytes = embedding.sizes[:7]
     if not factor_bytes:
         _read_numbers(tile, output, block, group, row)
         return
     has_offsets, sign, scale_zero = embedding.sizes[7:]
+    scales, integers = np.zeros(max(num_scales, 1), np.int64), np.zeros(GROUP, np.int64)
+    group_bytes = embedding.planes.sum() * OUTPUTS * QUAD
     for start in range(0, row.shape[0], block):
         step = tile[start // block * step_bytes :]
-        scales, weights = step[scales_at:], step[weights_at:]
-        factor = _factor(step, output * factor_bytes, factor_bytes)
-        offset = np.float32(0)
+        factor, offset = _factor(step, output * factor_bytes, factor_bytes), np.float32(0)
         if has_offsets:
             offset = np.float32(sign) * _factor(step, 2 * (OUTPUTS + output), 2)
+        if num_scales:
+            _integers(step[scales_at:], embedding.scale_planes, num_scales // QUAD, output, scales)
         for first in range(0, min(block, row.shape[0] - start), group):
+            if first % GROUP == 0:
+                weights = step[weights_at + first // GROUP * group_bytes :]
+                _integers(weights, embedding.planes, GROUP // QUAD, output, integers)
             scale, subtracted, place = factor, offset, first // group
             if num_scales:
-                quads, zero = num_scales // QUAD, np.float32(scale_zero)
-                integer = _integer(scales, embedding.scale_planes, quads, output, place)
-                scale = factor * (np.float32(integer) - zero)
+                scale = factor * np.float32(scales[place] - scale_zero)
                 if has_offsets:
                     place += num_scales // 2
-                    integer = _integer(scales, embedding.scale_planes, quads, output, place)
-                    subtracted = offset * (np.float32(integer) - zero)
+                    subtracted = offset * np.float32(scales[place] - scale_zero)
             for i in range(first, min(first + group, row.shape[0] - start)):
-                own_group = weights[i // GROUP * _plane_bytes(embedding.planes) :]
-                integer = _integer(own_group, embedding.planes, GROUP // QUAD, output, i % GROUP)
-                row[start + i] = embedding.values[integer] * scale - subtracted
+                row[start + i] = values[integers[i % GROUP]] * scale - subtracted
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _plane_bytes(planes):
-    """Bytes of a group's weights."""
-    return planes.sum() * OUTPUTS * QUAD
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _integer(vectors, planes, quads, output, place):
-    """One output's integer from vectors of planes of so many quads (see `Format.step`)."""
-    integer = low = first = 0
+def _integers(vectors, planes, quads, output, integers):
+    """One output's integers from vectors of planes of so many quads (see `Format.step`)."""
+    integers[:] = 0
+    low = first = 0
     for plane in range(planes.shape[0]):
         bits = planes[plane]
-        own = quads * bits // 8
-        field, vector = place // QUAD // own, first + place // QUAD % own
-        byte = np.int64(vectors[(vector * OUTPUTS + output) * QUAD + place % QUAD])
-        integer |= ((byte >> (field * bits)) & ((1 << bits) - 1)) << low
+        own, fields, mask = quads * bits // 8, 8 // bits, (1 << bits) - 1
+        for vector in range(own):
+            at = ((first + vector) * OUTPUTS + output) * QUAD
+            for field in range(fields):
+                to = (vector + own * field) * QUAD
+                for lane in range(QUAD):
+                    byte = np.int64(vectors[at + lane])
+                    integers[to + lane] |= ((byte >> (field * bits)) & mask) << low
         low, first = low + bits, first + own
-    return integer
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _factor(stored, at, count):
     """A factor from its bytes: float16, or the exponent of a power of 2."""
     if count == 1:
-        return np.float32(math.ldexp(1.0, np.int32(stored[at]) - 131))
+        return np.float32(2.0 ** (np.int64(stored[at]) - 131))
     return _half(np.int64(stored[at]) | np.int64(stored[at + 1]) << 8)
 
 
@@ -257,7 +254,7 @@ def _factor(stored, at, count):
 def _half(bits):
     """A float16 number from its bits."""
     exponent, fraction = bits >> 10 & 31, bits & 1023
-    number = math.ldexp(1.0 * (fraction + (1024 if exponent else 0)), max(exponent, 1) - 25)
+    number = (fraction + (1024 if exponent else 0)) * 2.0 ** (max(exponent, 1) - 25)
     if exponent == 31:
         number = np.nan if fraction else np.inf
     return np.float32(-number if bits >> 15 else number)
@@ -266,15 +263,15 @@ def _half(bits):
 @njit(nogil=True, cache=True, error_model="numpy")
 def _read_numbers(tile, output, num_bytes, pair, row):
     """Read a row of numbers in floating point."""
+    halves, numbers = tile.view(np.uint16), tile.view(np.float32)
     for i in range(row.shape[0]):
-        at = ((i // pair * OUTPUTS + output) * pair + i % pair) * num_bytes
-        bits = 0
-        for byte in range(num_bytes):
-            bits |= np.int64(tile[at + byte]) << 8 * byte
-        if num_bytes == 4 or pair == 2:
-            row[i] = np.uint32(bits << 8 * (4 - num_bytes)).view(np.float32)
+        at = (i // pair * OUTPUTS + output) * pair + i % pair
+        if num_bytes == 4:
+            row[i] = numbers[at]
+        elif pair == 2:
+            row[i] = np.uint32(np.uint32(halves[at]) << np.uint32(16)).view(np.float32)
         else:
-            row[i] = _half(bits)
+            row[i] = _half(np.int64(halves[at]))
 
 
 def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
