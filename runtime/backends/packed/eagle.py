@@ -90,6 +90,11 @@ class PackedEagle:
         """A cache for a sequence of up to so many slots."""
         return self.runner.new_cache(capacity, counts_positions=counts_positions)
 
+    def embedding(self, target: Any) -> Any:
+        """The embeddings that it reads; `target`: the backend of its target."""
+        assert self.weights
+        return target.embedding if self.draft.embed_tokens is None else self.weights.embedding
+
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`: [rows, states * width] -> float32 [rows, width]."""
         return multiplied(self.fc, hidden_states.float())
