@@ -24,6 +24,9 @@ from sequoia_plan.runtime.backends.packed.step import (
     Step,
     Tree,
     decode,
+    finish,
+    prepare,
+    run_pass,
 )
 from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, embedding_of
 from sequoia_plan.runtime.backends.packed.weights import describe
@@ -73,7 +76,7 @@ class CompiledStep:
         sequence: SequenceState, rows: int, contexts: Sequence[int], hidden_states: Sequence[int],
         vocabulary: int, d2t: Tensor | None,
     ) -> None:  # fmt: skip
-        self.workers, self.rows = target.runner.workers, rows
+        self.workers, self.rows, self.target = target.runner.workers, rows, target
         size = rows
         workers, self.kept = self.workers.count, (target, part, sequence.tokens)
         reader = new_reader(
@@ -128,10 +131,24 @@ class CompiledStep:
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         settings = tuple(map(np.float32, (*temperatures, sampling.top_p, sampling.min_p)))
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
+        how = self.step, tree, settings, rule
+        rest = sampling.top_k, max_match or 0
         with self.workers.lock:
-            self.workers.run(
-                decode, self.step, tree, settings, rule, sampling.top_k, max_match or 0
-            )
+            if not self.target.stream:
+                self.workers.run(decode, *how, *rest)
+            else:  # the host waits for weights
+                self.workers.run(prepare, 1, *how)
+                finite, reader, size = (
+                    bool(self.step.output[0]),
+                    self.step.target,
+                    len(tree.parents),
+                )
+                embedded = self.target.embedded(reader.tokens[:size])
+                reader.x[:, :size, : embedded.shape[1]] = embedded
+                rows = self.step.eagle.first[:0], size, 0, size
+                for part in self.target.runner.parts():
+                    self.workers.run(run_pass, 1, reader, *rows, *part)
+                self.workers.run(finish, 1, *how, *rest, finite)
         numbers: list[int] = self.step.output[: 2 + 2 * tree.depth].tolist()
         return numbers
 
@@ -141,13 +158,12 @@ def new_step(
 ) -> CompiledStep | None:
     """Steps of a target with a draft; None if one cannot be a part of a compiled step.
 
-    Those whose weights are streamed and those with windows cannot.
+    Those with windows cannot, and drafts that read embeddings of a streamed target.
     """
-    backends = [b for b in (target, part) if isinstance(b, PackedBackend)]
     caches = [sequence.target, *([sequence.draft] if part else [])]
     if (
         not (part is None or isinstance(part, PackedBackend | PackedEagle))
-        or any(backend.stream for backend in backends)
+        or (target.stream and isinstance(part, PackedEagle))
         or any(cache.positions is not None for cache in caches)
         or not all(isinstance(cache, PackedCache) for cache in caches)
     ):

@@ -178,7 +178,7 @@ class PackedPass:
                 self.x, np.zeros((0, 0), np.float32) if first is None else first, positions, slots,
                 visible, spans, self.rotary, cache.keys, cache.values,
             )  # fmt: skip
-            for part in self._parts():
+            for part in self.parts():
                 self.workers.run(forward, 1, self.model, inputs, self.scratch, outputs, *part)
         logits = logits[:, : self.vocabulary]
         if not np.isfinite(largest.max(0)).all():
@@ -186,7 +186,7 @@ class PackedPass:
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits), states
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
+    def parts(self) -> Iterator[tuple[int, int]]:
         """Ranges of layers, each of which is in memory when it is yielded."""
         start, num_layers = 0, len(self.model.matrices) + len(self.model.head)
         for number, layer in enumerate(self.streamed if self.stream else ()):

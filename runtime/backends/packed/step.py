@@ -187,8 +187,13 @@ def place_nodes(step, tree, reader, nodes, hides_first):
 
 
 @njit(**COMPILED)
-def run_pass(worker, workers, counter, rounds, reader, first, rows, start, kept):
-    """One pass over the placed rows; the logits of the last `kept` go to those from `start` on."""
+def run_pass(
+    worker, workers, counter, rounds, reader, first, rows, start, kept, first_layer, end_layer
+):  # fmt: skip
+    """One pass over the placed rows, or the part of it from one layer to another.
+
+    The logits of the last `kept` rows go to those from `start` on.
+    """
     inputs = Inputs(
         reader.x, first, reader.positions[:rows], reader.slots[:rows], reader.visible,
         reader.spans, reader.rotary, reader.keys, reader.values,
@@ -200,7 +205,7 @@ def run_pass(worker, workers, counter, rounds, reader, first, rows, start, kept)
     )  # fmt: skip
     rounds = forward(
         worker, workers, counter, rounds, reader.model, inputs, reader.scratch, outputs,
-        0, reader.model.matrices.shape[0] + 1,
+        first_layer, end_layer,
     )  # fmt: skip
     return wait(counter, workers, rounds)
 
@@ -335,7 +340,8 @@ def draft(worker, workers, counter, rounds, step, tree, is_greedy, temperature):
             for row in range(rows):
                 embed(reader, row, reader.x[worker, row, : reader.model.norms.shape[2]])
         rounds = run_pass(
-            worker, workers, counter, rounds, reader, no_first, rows, start, count
+            worker, workers, counter, rounds, reader, no_first, rows, start, count,
+            0, reader.model.matrices.shape[0] + 1,
         )  # fmt: skip
         finite = finite and are_finite(reader, count)
         for row in range(worker, count, workers):
@@ -591,20 +597,40 @@ def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_matc
 
     `settings` float32: temperature, the draft's, top_p, min_p.
     """
-    length, size, path = step.length[0], tree.parents.size, step.path[: tree.depth]
-    rounds, target = 1, step.target
-    for node in range(1, size):
-        if tree.looked_up[node]:
-            step.tokens[length + node] = step.chain[tree.levels[node] - 1]
-    rounds, drafted_finite = draft(
-        worker, workers, counter, rounds, step, tree, rule == GREEDY, settings[1]
-    )  # fmt: skip
-    place_nodes(step, tree, target, np.arange(size), 0)
+    size, target = tree.parents.size, step.target
+    rounds, finite = prepare(worker, workers, counter, 1, step, tree, settings, rule)
     for row in range(size):
         embed(target, row, target.x[worker, row, : target.model.norms.shape[2]])
     rounds = run_pass(
-        worker, workers, counter, rounds, target, step.eagle.first[:0], size, 0, size
+        worker, workers, counter, rounds, target, step.eagle.first[:0], size, 0, size,
+        0, target.model.matrices.shape[0] + 1,
     )  # fmt: skip
+    finish(worker, workers, counter, rounds, step, tree, settings, rule, top_k, max_match, finite)
+
+
+@njit(**COMPILED)
+def prepare(worker, workers, counter, rounds, step, tree, settings, rule):
+    """Draft a tree, and place it for the target's pass; the rounds, and whether all was finite."""
+    length, size = step.length[0], tree.parents.size
+    for node in range(1, size):
+        if tree.looked_up[node]:
+            step.tokens[length + node] = step.chain[tree.levels[node] - 1]
+    rounds, finite = draft(
+        worker, workers, counter, rounds, step, tree, rule == GREEDY, settings[1]
+    )  # fmt: skip
+    place_nodes(step, tree, step.target, np.arange(size), 0)
+    if worker == 0:
+        step.output[0] = finite
+    return rounds, finite
+
+
+@njit(**COMPILED)
+def finish(
+    worker, workers, counter, rounds, step, tree, settings, rule, top_k, max_match, drafted_finite
+):  # fmt: skip
+    """Verify the tree, and commit a path."""
+    length, size, path = step.length[0], tree.parents.size, step.path[: tree.depth]
+    target = step.target
     if not (drafted_finite and are_finite(target, size)):
         step.output[0] = DRAFT_NOT_FINITE if are_finite(target, size) else TARGET_NOT_FINITE
         return
