@@ -15,15 +15,18 @@ from sequoia_plan.runtime.backends.packed.backend import PackedBackend
 from sequoia_plan.runtime.backends.packed.eagle import PackedEagle
 from sequoia_plan.runtime.backends.packed.forward import INPUTS, ROW_BYTES, UNIT
 from sequoia_plan.runtime.backends.packed.packed_pass import PackedCache, PackedPass
-from sequoia_plan.runtime.backends.packed.step import (
+from sequoia_plan.runtime.backends.packed.step import decode
+from sequoia_plan.runtime.backends.packed.step_memory import (
+    ALL,
+    DRAFT,
     GREEDY,
     SEQUOIA,
+    TARGET,
     TRAVERSAL,
     Eagle,
     Reader,
     Step,
     Tree,
-    decode,
 )
 from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, embedding_of
 from sequoia_plan.runtime.backends.packed.weights import describe
@@ -106,13 +109,14 @@ class CompiledStep:
             path=np.zeros(size, np.int64),
             own_tokens=np.zeros(size, np.int64),
             masses=np.zeros(size),
-            residuals=np.zeros((size, 5)),
+            residuals=np.zeros((size, 4)),
             sums=np.zeros((workers, -(-most // SUM_BLOCK))),
             memory=np.zeros((1, target.vocabulary), np.float32),
             probs=np.empty((size, target.vocabulary), np.float32),
             t2d=t2d,
             d2t=np.zeros(0, np.int64) if d2t is None else d2t.numpy(),
             output=np.zeros(2 + 2 * size, np.int64),
+            times=np.zeros(size + 3),
         )
 
     def __reduce__(self) -> Any:
@@ -123,17 +127,38 @@ class CompiledStep:
         """Has it the rules for these settings?"""
         return sampling.greedy or sampling.verifier in RULES
 
-    def __call__(self, tree: Tree, sampling: Sampling, max_match: int | None) -> list[int]:
-        """One step; returns the numbers of `TreeStep.commit`."""
+    def __call__(
+        self, tree: Tree, sampling: Sampling, max_match: int | None, parts: int = ALL
+    ) -> list[int]:
+        """One step, or some of its parts; returns the numbers of `TreeStep.commit`."""
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         settings = tuple(map(np.float32, (*temperatures, sampling.top_p, sampling.min_p)))
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
         with self.workers.lock:
             self.workers.run(
-                decode, self.step, tree, settings, rule, sampling.top_k, max_match or 0
+                decode,
+                self.step,
+                tree,
+                settings,
+                rule,
+                sampling.top_k,
+                max_match or 0,
+                parts,
             )
         numbers: list[int] = self.step.output[: 2 + 2 * tree.depth].tolist()
         return numbers
+
+    def seconds(self, tree: Tree) -> list[float]:
+        """Of the last step: of each draft pass with its draws, of the target's, and of the rest."""
+        seconds: list[float] = np.diff(self.step.times[: len(tree.passes) + 3]).tolist()
+        return seconds
+
+    def time_passes(self, tree: Tree, sampling: Sampling, *, of_target: bool) -> list[float]:
+        """Run the draft's passes, or the target's, and return the seconds of each."""
+        self(tree, sampling, 0, TARGET if of_target else DRAFT)
+        if of_target:
+            return [float(self.step.times[len(tree.passes) + 1] - self.step.times[0])]
+        return self.seconds(tree)[: len(tree.passes)]
 
 
 def new_step(
