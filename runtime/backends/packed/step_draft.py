@@ -142,7 +142,8 @@ def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
         top_of_row(logits, drawn, np.empty(drawn.size, np.float32))
     else:
         sums = step.sums[worker, : -(-logits.size // SUM_BLOCK)]
-        weigh(logits, largest, np.float32(-np.inf), temperature, sums)
+        if not weigh(logits, largest, np.float32(-np.inf), temperature, sums) > 0:
+            logits[:], sums[:] = 0, 0  # the draft had no other token: each is as likely
         uniforms = np.empty(drawn.size)
         for rank in range(drawn.size):
             place = 2 * tree.branching * row + rank
