@@ -130,7 +130,8 @@ class CapturedStep(TreeStep):
         if self.drafter and self.lookup:
             catch_up(self.drafter, self.sequence, self.tree, length, extent)
         self.refill_random_numbers(sampling)
-        if not self.runs_by_parts and (compiled := self.compiled(sampling)):
+        fits = extent <= self.sequence.target.capacity
+        if fits and not self.runs_by_parts and (compiled := self.compiled(sampling)):
             numbers = compiled(self.compiled_tree, sampling, self.lookup and self.lookup.max_match)
             return partial(self._output, lambda: numbers)
         return partial(self._output, read_back(self.run(extent, sampling)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,18 +16,20 @@ from sequoia_plan.runtime.backends.packed.backend import PackedBackend
 from sequoia_plan.runtime.backends.packed.eagle import PackedEagle
 from sequoia_plan.runtime.backends.packed.forward import INPUTS, ROW_BYTES, UNIT
 from sequoia_plan.runtime.backends.packed.packed_pass import PackedCache, PackedPass
-from sequoia_plan.runtime.backends.packed.step import (
+from sequoia_plan.runtime.backends.packed.step import DRAFT_NOT_FINITE, decode
+from sequoia_plan.runtime.backends.packed.step_draft import place_nodes, run_pass
+from sequoia_plan.runtime.backends.packed.step_memory import (
+    ALL,
+    DRAFT,
     GREEDY,
     SEQUOIA,
+    TARGET,
     TRAVERSAL,
+    VERIFY,
     Eagle,
     Reader,
     Step,
     Tree,
-    decode,
-    finish,
-    prepare,
-    run_pass,
 )
 from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, embedding_of
 from sequoia_plan.runtime.backends.packed.weights import describe
@@ -109,13 +112,14 @@ class CompiledStep:
             path=np.zeros(size, np.int64),
             own_tokens=np.zeros(size, np.int64),
             masses=np.zeros(size),
-            residuals=np.zeros((size, 5)),
+            residuals=np.zeros((size, 4)),
             sums=np.zeros((workers, -(-most // SUM_BLOCK))),
             memory=np.zeros((1, target.vocabulary), np.float32),
             probs=np.empty((size, target.vocabulary), np.float32),
             t2d=t2d,
             d2t=np.zeros(0, np.int64) if d2t is None else d2t.numpy(),
             output=np.zeros(2 + 2 * size, np.int64),
+            times=np.zeros(size + 3),
         )
 
     def __reduce__(self) -> Any:
@@ -126,31 +130,52 @@ class CompiledStep:
         """Has it the rules for these settings?"""
         return sampling.greedy or sampling.verifier in RULES
 
-    def __call__(self, tree: Tree, sampling: Sampling, max_match: int | None) -> list[int]:
-        """One step; returns the numbers of `TreeStep.commit`."""
+    def __call__(
+        self, tree: Tree, sampling: Sampling, max_match: int | None, parts: int = ALL
+    ) -> list[int]:
+        """One step, or some of its parts; returns the numbers of `TreeStep.commit`."""
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         settings = tuple(map(np.float32, (*temperatures, sampling.top_p, sampling.min_p)))
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
-        how = self.step, tree, settings, rule
-        rest = sampling.top_k, max_match or 0
         with self.workers.lock:
+            how = decode, self.step, tree, settings, rule, sampling.top_k, max_match or 0
             if not self.target.stream:
-                self.workers.run(decode, *how, *rest)
+                self.workers.run(*how, parts)
             else:  # the host waits for weights
-                self.workers.run(prepare, 1, *how)
-                finite, reader, size = (
-                    bool(self.step.output[0]),
-                    self.step.target,
-                    len(tree.parents),
-                )
-                embedded = self.target.embedded(reader.tokens[:size])
-                reader.x[:, :size, : embedded.shape[1]] = embedded
-                rows = self.step.eagle.first[:0], size, 0, size
-                for part in self.target.runner.parts():
-                    self.workers.run(run_pass, 1, reader, *rows, *part)
-                self.workers.run(finish, 1, *how, *rest, finite)
+                self.step.times[0] = time.monotonic()
+                self.workers.run(*how, parts & DRAFT)
+                is_finite = self.step.output[0]
+                if parts & TARGET:
+                    self._run_target(tree)
+                if parts & VERIFY and is_finite:
+                    self.workers.run(*how, VERIFY)
+                elif parts & VERIFY:
+                    self.step.output[0] = DRAFT_NOT_FINITE
         numbers: list[int] = self.step.output[: 2 + 2 * tree.depth].tolist()
         return numbers
+
+    def _run_target(self, tree: Tree) -> None:
+        """The target's pass over a drafted tree, layer by layer as weights arrive."""
+        reader, size = self.step.target, len(tree.parents)
+        place_nodes(self.step, tree, reader, np.arange(size), 0)
+        embedded = self.target.embedded(reader.tokens[:size])
+        reader.x[:, :size, : embedded.shape[1]] = embedded
+        rows = self.step.eagle.first[:0], size, 0, size
+        for part in self.target.runner.parts():
+            self.workers.run(run_pass, 1, reader, *rows, *part)
+        self.step.times[len(tree.passes) + 1] = time.monotonic()
+
+    def seconds(self, tree: Tree) -> list[float]:
+        """Of the last step: of each draft pass with its draws, of the target's, and of the rest."""
+        seconds: list[float] = np.diff(self.step.times[: len(tree.passes) + 3]).tolist()
+        return seconds
+
+    def time_passes(self, tree: Tree, sampling: Sampling, *, of_target: bool) -> list[float]:
+        """Run the draft's passes, or the target's, and return the seconds of each."""
+        self(tree, sampling, 0, TARGET if of_target else DRAFT)
+        if of_target:
+            return [float(self.step.times[len(tree.passes) + 1] - self.step.times[0])]
+        return self.seconds(tree)[: len(tree.passes)]
 
 
 def new_step(

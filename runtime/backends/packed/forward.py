@@ -372,15 +372,6 @@ def keep_hidden_states(outputs, layer, rows, x, worker):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def put_side_by_side(embedded, features, embedding_norm, feature_norm, epsilon, result):
-    """What the first layer attends to: each row's normed embedding and its normed feature."""
-    width = embedding_norm.shape[0]
-    for row in range(features.shape[0]):
-        normalise(embedded[row], embedding_norm, epsilon, result[row])
-        normalise(features[row], feature_norm, epsilon, result[row, width:])
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def project(matrix, rows, results):
     """The products of rows by one matrix."""
     encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)
