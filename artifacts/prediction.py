@@ -1,13 +1,13 @@
 """What a plan predicts for a tree: expected tokens, seconds of a step, speed-up."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.artifacts.plan import MatchPlan, Plan
+from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree import TokenTree
 
@@ -32,19 +32,6 @@ def predict(
     return TreePrediction(tokens, step, speedup)
 
 
-def predict_portfolio(by_match: Sequence[MatchPlan], times: StepTime) -> TreePrediction:
-    """Predict the figures of trees by match together.
-
-    A step of match class c is the share w_c of all steps. In the long run a step yields sum of
-    w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds, in which the draft may have to catch up
-    with tokens that it has not read.
-    """
-    total_share = math.fsum(part.share for part in by_match)
-    tokens = math.fsum(part.share * part.expected_tokens for part in by_match) / total_share
-    seconds = math.fsum(part.share * part.step_seconds for part in by_match) / total_share
-    return TreePrediction(tokens, seconds, tokens * times.plain_seconds() / seconds)
-
-
 def prediction_for(
     tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None
 ) -> Prediction:
@@ -66,7 +53,7 @@ def prediction_for(
     if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
         tokens, _, speedup = predict(tree, plan.acceptance, times)
     elif tree.by_match:
-        tokens, _, speedup = predict_portfolio(plan.by_match, times)
+        tokens, speedup = plan.expected_tokens, plan.predicted_speedup
     else:  # its acceptance is known for texts without a match only
         return Prediction()
     return Prediction(tokens, speedup)

@@ -6,7 +6,6 @@ from typing import Any
 
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
-from sequoia_plan.artifacts.prediction import predict_portfolio
 from sequoia_plan.planner.solving.match.acceptance import without_repeats
 from sequoia_plan.planner.solving.match.portfolio import (
     Portfolio,
@@ -40,7 +39,7 @@ def trees_by_match(
     Returns:
         The trees, and what their plan says of them.
     """
-    times, plain_seconds = recording.times, recording.times.plain_seconds()
+    plain_seconds = recording.times.plain_seconds()
     base = recording.decode((base_tree,) * len(recording.problems))
     decoded, bound = _fastest_on_recorded_texts(recording, base)
     figures = step_figures(decoded.problems, decoded.trees)
@@ -59,11 +58,14 @@ def trees_by_match(
     ]
     lengths = [problem.match_length for problem in recording.problems]
     tree = _with_by_match(dict(zip(lengths, decoded.trees, strict=True)))
-    prediction = predict_portfolio(by_match, times)
+    mean_tokens, mean_seconds = (decoded.shares @ figures).tolist()
+    speedup = mean_tokens * plain_seconds / mean_seconds
     return tree, {
-        **prediction._asdict(),
+        "expected_tokens": mean_tokens,
+        "step_seconds": mean_seconds,
+        "predicted_speedup": speedup,
         "acceptance": by_match[0].acceptance,
-        "speedup_bound": proven_bound(prediction.predicted_speedup or 0.0, bound * plain_seconds),
+        "speedup_bound": proven_bound(speedup, bound * plain_seconds),
         "by_match": tuple(by_match),
         "tree_speedup": base.speed * plain_seconds,
         **figures_by_kind(profile, tree, recording),
