@@ -33,7 +33,9 @@ class State(NamedTuple):
         plan = tree.for_context(self.length).plan
         balance = self.balance + num_tokens * (1 + MAX_LOSS)
         balance -= self.planned_seconds(plan) / plan.plain_seconds if plan.plain_seconds else 1.0
-        return State(self.length + num_tokens, match_length, min(balance, MAX_BALANCE))
+        return State(
+            self.length + num_tokens, match_length, min(balance, max(MAX_BALANCE, self.balance))
+        )
 
     def planned_seconds(self, plan: Plan) -> float:
         """Duration of the step in this state, by a plan that predicts times."""

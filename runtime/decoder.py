@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.artifacts.state import State
+from sequoia_plan.artifacts.state import FIRST_BALANCE, State
 from sequoia_plan.runtime.base.path_logits import PathLogits
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
@@ -276,25 +277,24 @@ class SequoiaDecoder:
             seed = 0 if sampling.greedy else seed
             step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
             length = prompt.numel() - 1
-            state = State(length, int(step.look_up()) if step.lookup else 0)
+            match_length = int(step.look_up()) if step.lookup else 0
+            state = State(length, match_length, FIRST_BALANCE if self.falls_back else math.inf)
             step = self.step_of_tree[tree.for_state(state)]
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
-                started = None if launched else time.perf_counter()
+                started = time.perf_counter()
                 read_output = launched or step.launch(length, sampling)
                 max_length, launched = length + step.tree.depth, None
                 if step.launches_ahead and max_length < end:
                     launched = step.launch(max_length, sampling)
                 output = read_output(length)
-                if started and not launched and not step.runs_by_parts:
+                if not (step.launches_ahead or step.runs_by_parts):
                     self._note_pace(state, time.perf_counter() - started)
                 length += len(output.tokens)
                 sequence.num_read = length
                 yield output
                 state = state.after_step(tree, len(output.tokens), output.match_length)
-                if not self.falls_back:
-                    state = state._replace(balance=0.0)
                 step = self.step_of_tree[tree.for_state(state)]
 
     def _note_pace(self, state: State, seconds: float) -> None:

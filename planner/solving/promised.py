@@ -10,6 +10,7 @@ from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval
 from sequoia_plan.artifacts.promise import MIN_PROMPTS, Values, interval_of_new_kind, promise
+from sequoia_plan.artifacts.state import MAX_LOSS
 from sequoia_plan.artifacts.step_time import StepTime
 
 MORE_TRIALS = 50
@@ -17,7 +18,12 @@ MORE_TRIALS = 50
 
 
 def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
-    """The figures of a plan over prompts, from tokens a step and speed-up of each, if known."""
+    """The figures of a plan over prompts, from tokens a step and speed-up of each, if known.
+
+    No text loses more than `MAX_LOSS`, because it falls back to plain decoding.
+    """
+    least = 1 / (1 + MAX_LOSS)
+    speedups = {kind: tuple(max(s, least) for s in part) for kind, part in speedups.items()}
 
     def promised(values: Values) -> tuple[Any, Any]:
         """The promise for as many prompts as were profiled; of few of many kinds, as if of one."""
