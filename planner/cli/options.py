@@ -183,6 +183,13 @@ model_options = options(
             help="On a CPU: round the target's matrices to so many bits; says what that costs. "
             "[default: as they are]",
         ),
+        draft_vocabulary=click.option(
+            "--draft-vocabulary",
+            metavar="ID|DIR",
+            type=NAME,
+            help="An EAGLE-3 draft: the tokens that it covers are all that a compiled language "
+            "model as draft proposes, so that its passes take less time. [default: all tokens]",
+        ),
         offload=click.option(
             "--offload",
             type=click.Choice(LINKS),

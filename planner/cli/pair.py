@@ -31,6 +31,7 @@ def load_pair(
     memory: str | None = None,
     placement: str = "auto",
     bits: str | None = None,
+    draft_vocabulary: str | None = None,
 ) -> Pair:
     """The models that the options name, loaded while a spinner is shown; warns about them."""
     with status("loading models") as show, when_numba_compiles(partial(show, COMPILING)):
@@ -50,8 +51,9 @@ def load_pair(
             show(f"packing weights, once: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
         pair = load_pair(
-            target, draft, device, dtype, placement, offload, memory, size, on_bytes=on_bytes
-        )
+            target, draft, device, dtype, placement, offload, memory, size, draft_vocabulary,
+            on_bytes,
+        )  # fmt: skip
     for remark in filter(None, [busy, *pair.remarks]):
         warn(remark)
     return pair

@@ -21,8 +21,13 @@ def write_eagle3(
     d2t: Tensor,
     norm_before_residual: bool,
     metadata: Mapping[str, Any],
+    in_8_bits: bool = False,
 ) -> None:
     """Write config.json and model.safetensors. `d2t` int64 [draft vocabulary].
+
+    `in_8_bits`: matrices are int8 with a float16 scale for each 32 inputs, as the packed draft has
+    them, in tensors named as in compressed-tensors. Other engines read such a draft once it is
+    exported.
 
     No layer ids are written, because these two engines count them differently: the draft must read
     `eagle3_default_layers`.
@@ -47,6 +52,12 @@ def write_eagle3(
         name.replace("layers.0.", "midlayer.", 1): tensor.detach().contiguous()
         for name, tensor in weights.items()
     }
+    if in_8_bits:
+        for name in [n for n, tensor in tensors.items() if tensor.ndim == 2]:
+            groups = tensors[name].float().unflatten(1, (-1, 32))
+            scales = (groups.abs().amax(2) / 127).clamp(min=1e-7).half()
+            tensors[name] = (groups / scales.float()[..., None]).round().flatten(1).to(torch.int8)
+            tensors[f"{name}_scale"] = scales
     # files store offsets: a draft token t is the target's token t + d2t[t]
     tensors |= {"d2t": d2t - torch.arange(d2t.numel()), "t2d": t2d}
     header = {"format": "pt", "sequoia_plan": json.dumps(metadata, sort_keys=True)}

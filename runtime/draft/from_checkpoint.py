@@ -140,7 +140,7 @@ def eagle3_default_layers(num_layers: int) -> tuple[int, ...]:
 def _build(checkpoint: Checkpoint, target: LoadedModel) -> HiddenStateDraft:
     """The draft's module. Embeddings and head are its own where the target's cannot serve."""
     weights, algorithm = checkpoint.weights, checkpoint.algorithm
-    layer_config, d2t = _layer_config(checkpoint, target), _d2t(checkpoint, target)
+    layer_config, d2t = _layer_config(checkpoint, target), d2t_of(checkpoint, target)
     other_width = layer_config.hidden_size != target.config.hidden_size
     settings, vocabulary = _settings(checkpoint), layer_config.vocab_size
     other_head = d2t is not None or (settings.get("draft_vocab_size") or vocabulary) != vocabulary
@@ -200,7 +200,7 @@ def _layer_config(checkpoint: Checkpoint, target: LoadedModel) -> Any:
     return layer_config
 
 
-def _d2t(checkpoint: Checkpoint, target: LoadedModel) -> Tensor | None:
+def d2t_of(checkpoint: Checkpoint, target: LoadedModel) -> Tensor | None:
     """int64 [draft vocabulary]: the target's tokens, from the offsets in files; None if they agree.
 
     `t2d` marks the same tokens; where one of the two was not filled, they differ.

@@ -112,6 +112,12 @@ class Backend(Protocol):
     def head(self, hidden_states: Tensor) -> Tensor:
         """Normed hidden states [..., width] -> logits [..., vocabulary]."""
 
+    def keep_logits(self, tokens: Tensor) -> None:
+        """Compute the logits of these tokens (int64 [n]) alone, in this order."""
+        raise SequoiaPlanError(
+            "draft vocabulary: only a draft whose pass is compiled is cut; use --device cpu"
+        )
+
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
         return False
@@ -254,6 +260,11 @@ class LoadedModel:
         return ForwardOutput(
             *self.backend.forward(cache, tokens, positions, masks, logits_to_keep, hidden_states)
         )
+
+    def cut_vocabulary(self, d2t: Tensor) -> None:
+        """As a draft, propose these tokens alone (int64 [n]); SequoiaPlanError if it cannot."""
+        self.backend.keep_logits(d2t)
+        self.d2t, self.vocabulary = d2t, d2t.numel()
 
     def prefetch(self) -> None:
         """Start streaming the weights that the next pass needs first, if weights are streamed."""

@@ -18,6 +18,7 @@ import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
+from sequoia_plan.runtime.backends import load_model
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.pretrained import load_module
 from sequoia_plan_drafts.recipe.eagle3 import ChainRecipe, Eagle3Recipe, train_eagle3
@@ -45,6 +46,7 @@ RECIPES: dict[str, tuple[Any, Callable[..., None]]] = {
 OPTION_TYPES: dict[type, Callable[[str], Any]] = {
     int: positive_integer,
     float: float,
+    str: str,
     tuple: int,
     type(None): str,
 }
@@ -52,12 +54,16 @@ OPTION_TYPES: dict[type, Callable[[str], Any]] = {
 HELP = {
     "tokens": "to write",
     "rows": "conversations written side by side",
+    "context": "the most tokens of a conversation",
+    "questions": "chat, or code with a quarter of chat",
     "hidden_states": "layers whose hidden states are kept for eagle3 or mtp: 0 is the embedding, k "
     "is the output of layer k, counted from 1; of the last, after the final norm",
     "draft_vocabulary": "tokens that the draft can propose, those that the target uses most",
     "batch": "conversations in a step",
     "held_out": "conversations, the last ones, to evaluate on",
     "chain": "tokens of a chain that are trained together",
+    "inner": "inner width of the draft's layer, at most the target's",
+    "bits": "of the matrices in the file, 16 or 8",
     "start": "folder of a trained draft to continue from, with a head for the same tokens",
 }
 
@@ -71,16 +77,15 @@ def main() -> None:
     else:
         refuse_to_replace(options.output, *options.text, options.target)
         text = TrainingText(options.text)
-    dtype = resolve_dtype(options.dtype, "cpu")
-    options.dtype = dtype_name(dtype)
+    model_dtype, options.dtype = options.dtype, dtype_name(resolve_dtype(options.dtype, "cpu"))
     recipe, run = RECIPES[options.command]
     settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
-        target, tokenizer, _ = load_module(options.target, "cpu", dtype)
-        run(target, tokenizer, settings, options.output)
+        run(load_model(options.target, dtype=model_dtype), settings, options.output)
         return
     # what is trained starts as the target's layers, in float32
     target, _, name = load_module(options.target, "cpu", torch.float32)
+    del target.model.layers[2:]  # nothing starts as these, which take the most memory
     run(target, text, settings, options.output, name)
 
 

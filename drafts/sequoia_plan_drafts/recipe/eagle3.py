@@ -40,6 +40,8 @@ class Eagle3Recipe(ChainRecipe):
     """How an EAGLE-3 draft is made: from the folder `start`, or anew."""
 
     start: str | None = None
+    inner: int = 4096
+    bits: int = 16
 
 
 def train_eagle3(
@@ -61,7 +63,7 @@ def train_eagle3(
         vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary, draft.d2t)
     else:
         vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary)
-        draft = untrained_draft(target, vocabulary)
+        draft = untrained_draft(target, vocabulary, recipe.inner)
 
     def save(metadata: dict[str, Any]) -> None:
         """Write the draft, which reads unscaled hidden states, with metadata on how it was made."""
@@ -74,6 +76,7 @@ def train_eagle3(
             vocabulary.d2t,
             draft.norms.before_residual,
             metadata | {"target": target_name},
+            in_8_bits=recipe.bits == 8,
         )
 
     Training(
@@ -88,10 +91,14 @@ def train_eagle3(
     ).run()
 
 
-def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
-    """The draft before training: nearly the target's first layer, over the embedding."""
+def untrained_draft(target: Any, vocabulary: DraftVocabulary, inner: int = 4096) -> Any:
+    """The draft before training: nearly the target's first layer, over the embedding.
+
+    Of the first layer's inner units, the `inner` with the largest weights.
+    """
     d2t = vocabulary.d2t
     config = config_like(target, 1)
+    config.intermediate_size = min(inner, config.intermediate_size)
     config.num_key_value_heads = config.num_attention_heads
     draft: Any = Eagle3(
         config=config,
@@ -110,8 +117,16 @@ def untrained_draft(target: Any, vocabulary: DraftVocabulary) -> Any:
         draft.fc.weight.zero_()[:, -config.hidden_size :] = torch.eye(config.hidden_size)
         draft.norm.weight.copy_(FINAL_NORM_SCALE * target.model.norm.weight)
         draft.lm_head.weight.copy_(target.get_output_embeddings().weight[d2t])
-    for name in ("mlp", "post_attention_layernorm"):
-        getattr(layer, name).load_state_dict(getattr(target_layer, name).state_dict())
+        norm, mlp = target_layer.post_attention_layernorm, target_layer.mlp
+        layer.post_attention_layernorm.load_state_dict(norm.state_dict())
+        # units of the inner width are rows of two matrices and columns of the third
+        rows = {"gate_proj": mlp.gate_proj.weight, "up_proj": mlp.up_proj.weight}
+        rows["down_proj"] = mlp.down_proj.weight.T
+        sizes = torch.stack([weight.norm(dim=1) for weight in rows.values()]).prod(0)
+        units = sizes.topk(config.intermediate_size).indices.sort().values
+        for name, weight in rows.items():
+            own = getattr(layer.mlp, name).weight
+            own.copy_(weight[units] if own.shape[0] == len(units) else weight[units].T)
     return draft
 
 

@@ -6,37 +6,68 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sequoia_plan.artifacts import ArgumentError
+
 MAX_PASSAGE_TOKENS = 80
 """The most tokens of a passage that is to be copied: the answer must fit in the context, too."""
-TEMPLATES = Path(__file__).with_name("questions.txt")
-"""One a line; {a} and {b} stand for words, {passage} for an earlier answer and {misspelled} for one
-with a few letters taken out."""
+PASSAGE = re.compile("{(passage|misspelled)}")
+"""In a template: an earlier answer, and one with a few letters taken out."""
+BEGINS = (
+    "Write a Python function", "Write a function that", "How do I", "How can I", "In Python,",
+    "In JavaScript,", "In Java,", "In C++,", "In Go,", "In Rust,", "Write a SQL query",
+    "Write a shell script", "Write a class", "Create a", "Implement", "Explain", "Why does",
+    "Fix this code:", "What does this code do?", "Complete this function:\n\ndef", "Given a",
+    "Convert", "Refactor", "Write tests for", "I have a",
+)  # fmt: skip
+"""Of questions about code."""
+LANGUAGES = ("Python", "JavaScript", "TypeScript", "Java", "C", "C++", "Go", "Rust", "Bash", "SQL")
+"""Of programming, for {language} in a template; {a} and {b} stand for words, {task} for a task."""
 
 
-def make_questions(
-    tokenizer: Any, count: int, passages: Sequence[str], rng: random.Random
-) -> list[str | None]:
-    """Random questions, None where the target is to write one itself.
+class Questions:
+    """Random questions: from templates, or None where the target is to write one itself.
 
     A fifth ask for copies, once there are passages. Half of the others are the target's, half
-    templates; all are the target's if its vocabulary has no words for the templates.
+    templates; all are the target's if its vocabulary has no words for the templates. Of "code", a
+    quarter are those of "chat".
     """
-    words = _vocabulary_words(tokenizer)
-    lines = TEMPLATES.read_text(encoding="utf-8").splitlines()
-    copying = [line for line in lines if "{passage}" in line or "{misspelled}" in line]
-    templates = [line for line in lines if line not in copying]
-    questions: list[str | None] = []
-    for _ in range(count):
-        if passages and rng.random() < 0.2:
+
+    def __init__(self, kind: str, tokenizer: Any, rng: random.Random) -> None:
+        self.rng, self.words = rng, _vocabulary_words(tokenizer)
+        chat = _lines("questions.txt")
+        if kind not in ("chat", "code"):
+            raise ArgumentError(f"--questions {kind}: expected chat or code")
+        self.kinds = [chat] if kind == "chat" else [chat, *[_lines("questions-code.txt")] * 3]
+        self.tasks = _lines("tasks.txt")
+
+    def begin(self) -> str:
+        """How a question that the target writes begins; "" if that is left to it, too."""
+        return self.rng.choice(BEGINS) if len(self.kinds) > 1 else ""
+
+    def next(self, passages: Sequence[str]) -> str | None:
+        """A question."""
+        rng, lines = self.rng, self.rng.choice(self.kinds)
+        is_copy = bool(passages) and rng.random() < 0.2
+        if not is_copy and (not self.words or rng.random() < 0.5):
+            return None
+        choices = [line for line in lines if is_copy == bool(PASSAGE.search(line))]
+        question = rng.choice(choices).replace("\\n", "\n")
+        if is_copy:
             passage = rng.choice(passages)
-            question = rng.choice(copying).replace("\\n", "\n").replace("{passage}", passage)
-            questions.append(question.replace("{misspelled}", misspelled(passage, rng)))
-        elif words and rng.random() < 0.5:
-            template = rng.choice(templates)
-            questions.append(template.format(a=rng.choice(words), b=rng.choice(words)))
-        else:
-            questions.append(None)
-    return questions
+            question = question.replace("{passage}", passage)
+            question = question.replace("{misspelled}", misspelled(passage, rng))
+        values = {
+            "a": rng.choice(self.words or ["name"]), "b": rng.choice(self.words or ["name"]),
+            "task": rng.choice(self.tasks), "language": rng.choice(LANGUAGES),
+        }  # fmt: skip
+        for name, value in values.items():
+            question = question.replace(f"{{{name}}}", value)
+        return question
+
+
+def _lines(name: str) -> list[str]:
+    """The lines of a file beside this one."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
 
 
 def passage_of(tokenizer: Any, answer: Sequence[int]) -> str:

@@ -6,27 +6,27 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan_drafts.recipe.questions import make_questions, passage_of
+from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.generation import end_tokens
+from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
+from sequoia_plan_drafts.recipe.questions import Questions, passage_of
 
 TOP = 64
 """How many of the target's most probable tokens are kept for each answer token."""
-CONTEXT = 256
-"""The most tokens that a conversation may have."""
 TEMPERATURES = (0.0, 0.6, 1.0)
-"""Of the answers, batch by batch in turn."""
+"""Of the answers, in turn."""
 MAX_QUESTION_TOKENS = 40
 """The most tokens of a question that the target writes itself."""
 MIN_PASSAGE_TOKENS = 24
@@ -58,100 +58,184 @@ class TextRecipe:
     """How training text is written."""
 
     tokens: int = 1_000_000
-    rows: int = 224
+    rows: int = 32
+    context: int = 256
     hidden_states: tuple[int, ...] = ()
+    questions: str = "chat"
     seed: int = 0
 
 
-@torch.inference_mode()
-def write_text(model: Any, tokenizer: Any, recipe: TextRecipe, output: Path) -> None:
+@dataclass
+class Lane:
+    """A conversation that is being written, in `context` slots of the cache from `first_slot` on.
+
+    `num_read` of its `tokens` are in the cache. With no temperature it is a question's begin, which
+    the target completes; `rows` has what a pass said of each token: (top_ids, top_logp, states).
+    """
+
+    first_slot: int
+    tokens: list[int]
+    temperature: float | None
+    num_prompt: int = 0
+    num_read: int = 0
+    rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    def next_slots(self, limit: int) -> range:
+        """The next tokens to read, at most `limit`, as slots."""
+        end = min(len(self.tokens), self.num_read + limit)
+        return range(self.first_slot + self.num_read, self.first_slot + end)
+
+
+class Writer:
+    """Lets the target write `rows` conversations side by side, each in slots of its own.
+
+    What one of them says does not depend on the others.
+    """
+
+    def __init__(self, target: LoadedModel, recipe: TextRecipe) -> None:
+        self.target, self.recipe = target, recipe
+        self.rng = random.Random(recipe.seed)
+        torch.manual_seed(recipe.seed)
+        self.tokenizer = target.tokenizer
+        self.opening = _opening(self.tokenizer)
+        self.questions = Questions(recipe.questions, self.tokenizer, self.rng)
+        self.temperatures = itertools.cycle(TEMPERATURES)
+        self.passages: deque[str] = deque(maxlen=MAX_PASSAGES)
+        self.cache = target.new_cache(recipe.rows * recipe.context)
+        last = target.config.num_hidden_layers  # that one is taken after the final norm
+        self.hidden_states = [AFTER_FINAL_NORM if k == last else k for k in recipe.hidden_states]
+        target.backend.prepare(self.hidden_states)
+        self.ends = end_tokens(None, target, self.tokenizer)
+
+    def conversations(self) -> Iterator[Conversation]:
+        """Yield conversations as they end."""
+        context = self.recipe.context
+        lanes = [self.next_lane(row * context) for row in range(self.recipe.rows)]
+        while True:
+            self.read(lanes)
+            for number, lane in enumerate(lanes):
+                if lane.num_read < len(lane.tokens):
+                    continue  # its prompt is long
+                last_ids, last_logp, _ = lane.rows[-1]
+                temperature = 1.0 if lane.temperature is None else lane.temperature
+                choice = 0
+                if temperature:
+                    probs = (last_logp / temperature).softmax(-1)
+                    choice = int(torch.multinomial(probs, 1))
+                token = int(last_ids[choice])
+                lane.tokens.append(token)
+                count = len(lane.tokens) - lane.num_prompt
+                limit = context - lane.num_prompt
+                if lane.temperature is None:
+                    limit = MAX_QUESTION_TOKENS
+                if token not in self.ends and count < limit:
+                    continue
+                if lane.temperature is None:
+                    question = self.tokenizer.decode(
+                        lane.tokens[len(self.opening) :], skip_special_tokens=True
+                    )
+                    lanes[number] = self.answer(lane.first_slot, question)
+                    continue
+                yield self.ended(lane)
+                lanes[number] = self.next_lane(lane.first_slot)
+
+    def next_lane(self, first_slot: int) -> Lane:
+        """A new conversation: its question, or the begin of one that the target is to write."""
+        question = self.questions.next(self.passages)
+        if question is None:
+            begin = self.tokenizer.encode(self.questions.begin(), add_special_tokens=False)
+            return Lane(first_slot, self.opening + begin, None)
+        return self.answer(first_slot, question)
+
+    def answer(self, first_slot: int, question: str) -> Lane:
+        """A conversation whose question is there."""
+        prompt = encode(self.tokenizer, question)[: self.recipe.context // 2]
+        return Lane(first_slot, prompt, next(self.temperatures))
+
+    def read(self, lanes: Sequence[Lane]) -> None:
+        """One pass over what the lanes have not read, at most twice as many tokens as lanes."""
+        spare, slots, lane_starts = len(lanes), [], []
+        parts: list[tuple[Lane, int]] = []
+        for lane in lanes:
+            lane_slots = lane.next_slots(1 + spare)
+            spare -= len(lane_slots) - 1
+            parts.append((lane, len(lane_slots)))
+            slots += lane_slots
+            lane_starts += [lane.first_slot] * len(lane_slots)
+        slot, start = torch.tensor(slots), torch.tensor(lane_starts)
+        tokens = torch.tensor([
+            token for lane, count in parts
+            for token in lane.tokens[lane.num_read : lane.num_read + count]
+        ])  # fmt: skip
+        columns = torch.arange(self.cache.capacity)
+        visible = (columns <= slot[:, None]) & (columns >= start[:, None])
+        output = self.target(
+            self.cache, tokens, slot - start, slot, additive_mask(visible, self.target.dtype),
+            hidden_states=self.hidden_states,
+        )  # fmt: skip
+        logits = output.logits.float()
+        top_logits, top_ids = logits.topk(TOP)
+        top_logp = top_logits - logits.logsumexp(-1, keepdim=True)
+        states = output.hidden_states
+        if states is None:
+            states = torch.zeros(len(tokens), 0)
+        states = states.float().clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE).half()
+        place = 0
+        for lane, count in parts:
+            part = slice(place, place + count)
+            lane.rows += zip(top_ids[part], top_logp[part], states[part], strict=True)
+            lane.num_read += count
+            place += count
+
+    def ended(self, lane: Lane) -> Conversation:
+        """The conversation that a lane wrote; its last token was not read."""
+        states = torch.stack([row[2] for row in lane.rows])
+        answer = lane.rows[lane.num_prompt - 1 :]
+        if len(answer) >= MIN_PASSAGE_TOKENS:
+            self.passages.append(passage_of(self.tokenizer, lane.tokens[lane.num_prompt :]))
+        return Conversation(
+            torch.tensor(lane.tokens).int(),
+            torch.stack([row[0] for row in answer]).int(),
+            torch.stack([row[1] for row in answer]).half(),
+            torch.cat([states, torch.zeros_like(states[:1])]),  # nothing is drafted after the last
+        )
+
+
+def write_text(target: LoadedModel, recipe: TextRecipe, output: Path) -> None:
     """Let the target write at least `tokens` answer tokens, and save them in the folder `output`.
 
-    Each batch of `rows` conversations is one file, so that the text so far can always be used.
+    Each file has so many conversations as are written side by side: the text so far can always be
+    used.
     """
-    hidden_states = recipe.hidden_states
-    num_layers = model.config.num_hidden_layers
-    if wrong := [layer for layer in hidden_states if not 0 <= layer <= num_layers]:
+    num_layers = target.config.num_hidden_layers
+    if wrong := [layer for layer in recipe.hidden_states if not 0 <= layer <= num_layers]:
         raise ArgumentError(
             f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers}"
         )
+    writer = Writer(target, recipe)
     output.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(recipe.seed)
-    torch.manual_seed(recipe.seed)
-    opening = _opening(tokenizer)
-    passages: deque[str] = deque(maxlen=MAX_PASSAGES)
-    num_answer_tokens, started = 0, time.perf_counter()
-    for batch, temperature in enumerate(itertools.cycle(TEMPERATURES)):
-        questions = make_questions(tokenizer, recipe.rows, passages, rng)
-        own_questions = iter(
-            generate(model, tokenizer, [opening] * questions.count(None), MAX_QUESTION_TOKENS, 1.0)
-        )
-        prompts = []
-        for question in questions:
-            if question is None:
-                question = tokenizer.decode(next(own_questions), skip_special_tokens=True)
-            prompts.append(encode(tokenizer, question)[: CONTEXT - 1])
-        answers = generate(model, tokenizer, prompts, CONTEXT, temperature)
-        conversations = list(label(model, prompts, answers, hidden_states))
-        num_answer_tokens += sum(len(answer) for answer in answers)
-        passages += [passage_of(tokenizer, a) for a in answers if len(a) >= MIN_PASSAGE_TOKENS]
-        metadata = {"seed": recipe.seed, "hidden_states": list(hidden_states)}
-        write_conversations(output / f"text-{batch:05d}.safetensors", conversations, metadata)
+    conversations: list[Conversation] = []
+    metadata = {"seed": recipe.seed, "hidden_states": list(recipe.hidden_states)}
+    num_answer_tokens, num_files, started = 0, 0, time.perf_counter()
+    for conversation in writer.conversations():
+        conversations.append(conversation)
+        num_answer_tokens += len(conversation.top_ids)
+        is_enough = num_answer_tokens >= recipe.tokens
+        if len(conversations) < recipe.rows and not is_enough:
+            continue
+        write_conversations(output / f"text-{num_files:05d}.safetensors", conversations, metadata)
+        num_files, conversations = num_files + 1, []
         elapsed = time.perf_counter() - started
         print(
-            f"{num_answer_tokens} answer tokens, {recipe.rows * (batch + 1)} conversations, "
+            f"{num_answer_tokens} answer tokens, {num_files} files of {recipe.rows} conversations, "
             f"{elapsed:.0f} s, {num_answer_tokens / elapsed:.0f} tokens/s",
             flush=True,
         )
-        if num_answer_tokens >= recipe.tokens:
+        if is_enough:
             return
-
-
-def generate(
-    model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int, temperature: float
-) -> list[list[int]]:
-    """The tokens that the target writes after each prompt, its end token included.
-
-    It samples from its `TOP` most probable tokens; prompt and new tokens are at most `CONTEXT`.
-    """
-    if not prompts:
-        return []
-    end = tokenizer.eos_token_id
-    inputs = pad_sequence([torch.tensor(p) for p in prompts], True, padding_side="left")
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    width = inputs.shape[1]
-    sampling = {"temperature": temperature, "top_k": TOP, "top_p": 1.0} if temperature else {}
-    written = model.generate(
-        inputs,
-        attention_mask=(torch.arange(width) >= width - lengths[:, None]).long(),
-        generation_config=GenerationConfig(
-            do_sample=bool(temperature),
-            max_new_tokens=min(max_new_tokens, CONTEXT - int(lengths.min())),
-            eos_token_id=end,
-            pad_token_id=end,
-            **sampling,
-        ),
-    )[:, width:].tolist()
-    ends = [row.index(end) + 1 if end in row else len(row) for row in written]
-    return [
-        row[: min(row_end, CONTEXT - len(prompt))]
-        for row, row_end, prompt in zip(written, ends, prompts, strict=True)
-    ]
-
-
-def label(
-    model: Any, prompts: list[list[int]], answers: list[list[int]], layers: Sequence[int]
-) -> Iterator[Conversation]:
-    """Yield the conversations with the target's probabilities, from one pass over each."""
-    for prompt, answer in zip(prompts, answers, strict=True):
-        text = torch.tensor(prompt + answer)
-        output = model(text[None], output_hidden_states=bool(layers), use_cache=False)
-        answer_logits = output.logits[0, len(prompt) - 1 : -1].float()
-        top_logp, top_ids = answer_logits.log_softmax(-1).topk(TOP)
-        states = [output.hidden_states[layer][0] for layer in layers]
-        hidden_states = torch.cat(states, -1) if states else torch.zeros(len(text), 0)
-        clamped = hidden_states.float().clamp(-MAX_HIDDEN_STATE, MAX_HIDDEN_STATE)
-        yield Conversation(text.int(), top_ids.int(), top_logp.half(), clamped.half())
 
 
 def write_conversations(

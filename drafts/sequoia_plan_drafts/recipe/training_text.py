@@ -86,6 +86,8 @@ class TrainingText:
                     f"{numbers} for this draft; write it with --hidden-states {numbers}"
                 )
             metadata["hidden_states"] = list(expected)
+        if tuple(written) == expected:
+            return
         columns = [written.index(layer) for layer in expected]
         for index, conversation in enumerate(self.conversations):
             states = conversation.hidden_states.unflatten(1, (len(written), -1))[:, columns]

@@ -16,11 +16,18 @@ from sequoia_plan.runtime.backends.packed.packed_pass import (
     cache_dtype,
     visible_slots,
 )
-from sequoia_plan.runtime.backends.packed.tiles import dense_rows
-from sequoia_plan.runtime.backends.packed.weights import PackedWeights, describe, model_of
+from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros, dense_rows, round_rows
+from sequoia_plan.runtime.backends.packed.weights import (
+    PackedWeights,
+    describe,
+    model_of,
+    pack_into,
+    place_of,
+)
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import head_size
 from sequoia_plan.runtime.models.loaded_model import Backend, Masks
+from sequoia_plan.runtime.models.stored import StoredMatrix
 
 
 class PackedBackend(Backend):
@@ -61,6 +68,16 @@ class PackedBackend(Backend):
             model, config, self.vocabulary, config.num_key_value_heads, cached,
             torch.get_num_threads(), self.stream, self.streamed_layers,
         )  # fmt: skip
+
+    def keep_logits(self, tokens: Tensor) -> None:
+        """See `Backend`; rows of a head in other bits than 8 are rounded to these."""
+        rows, inputs = dense_rows(self.head_matrix, tokens.numpy()), self.head_matrix.inputs
+        cut = StoredMatrix(
+            "Q8_0", len(rows), inputs, lambda first, end: round_rows(rows[first:end], 8)
+        )
+        self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
+        self.vocabulary = self.runner.vocabulary = len(rows)
+        self.runner.model = self.runner.model._replace(head=describe(self.head_matrix))
 
     def metadata(self) -> dict[str, Any]:
         """See `Backend`."""

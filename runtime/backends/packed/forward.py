@@ -253,15 +253,19 @@ def attend(model, layer, inputs, scratch, worker, workers):
     while item < end_item:
         kv_head, batch = item // batches, item % batches
         taken = min(BATCHES, end_item - item, batches - batch)
-        item, start = item + taken, batch * QUERIES
+        start = batch * QUERIES
         count = min(num_rows * group - start, taken * QUERIES)
         first, end = visible.shape[1], 0
         scratch_rows[:count, : LANES + head_dim] = 0
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
+            if query and query % QUERIES == 0 and spans[row, 0] >= end:  # another sequence's
+                count, taken = query, query // QUERIES
+                break
             first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
             put(bits[row, head], queries[query])
             seen[query] = visible[row].ctypes.data
+        item += taken
         first_block = first // BLOCK
         seen += first_block * BLOCK
         call_8(
