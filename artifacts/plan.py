@@ -156,11 +156,6 @@ class Plan(Artifact, frozen=True, kw_only=True):
             return None
         return self.predicted_speedup * self.step_seconds / self.expected_tokens
 
-    def seconds_after(self, match_length: int) -> float:
-        """Planned duration of a step after such a match, where the plan predicts times."""
-        reached = [part for part in self.by_match if part.match_length <= match_length]
-        return (reached[-1] if reached else self).step_seconds or 0.0
-
     @property
     def gap(self) -> float | None:
         """How much faster any tree within the limits could be at most, relative to the bound.

@@ -38,6 +38,8 @@ class State(NamedTuple):
         )
 
     def planned_seconds(self, plan: Plan) -> float:
-        """Duration of the step in this state, by a plan that predicts times."""
-        plain_seconds = plan.plain_seconds or 0.0
-        return plain_seconds if self.balance < 0 else plan.seconds_after(self.match_length)
+        """Duration of the step in this state; 0 where the plan predicts no times."""
+        if self.balance < 0:
+            return plan.plain_seconds or 0.0
+        reached = [part for part in plan.by_match if part.match_length <= self.match_length]
+        return (reached[-1] if reached else plan).step_seconds or 0.0

@@ -96,13 +96,13 @@ class SequoiaDecoder:
 
     def _use(self, models: DecodingModels, tree: TokenTree) -> None:
         """Decode with `tree`, and with the trees that take its place in other states of a text."""
-        trees = tree.all_trees
-        # one step that is launched before the last one was read cannot depend on it
+        trees = set(tree.all_trees)
+        # a step that is launched before the last one was read cannot depend on that
         is_read_first = len(trees) > 1 or models.graphs is None
-        self.falls_back = is_read_first and tree.plan.plain_seconds is not None
-        if self.falls_back:
-            trees.append(TokenTree.chain(1))
-        family = tree if len(set(trees)) > 1 else None
+        is_fast = tree.plan.objective == "speed" and tree.plan.plain_seconds is not None
+        self.falls_back = is_fast and is_read_first
+        trees |= {TokenTree.chain(1)} if self.falls_back else set()
+        family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
         self.step, self.pace = self.step_of_tree[tree], list[float]()
         stream, latency = models.target.stream, tree.plan.latency

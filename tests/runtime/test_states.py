@@ -20,7 +20,9 @@ PLAIN = TokenTree.chain(1)
 
 def planned(tree, cost):
     """The tree with a plan by which its steps take so many times as long as plain ones."""
-    plan = Plan(expected_tokens=1.0, step_seconds=cost, predicted_speedup=1 / cost)
+    plan = Plan(
+        objective="speed", expected_tokens=1.0, step_seconds=cost, predicted_speedup=1 / cost
+    )
     return replace(tree, plan=plan)
 
 
