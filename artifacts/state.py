@@ -12,6 +12,8 @@ MAX_LOSS = 0.02
 """What a text may lose against plain decoding in the long run, as a share of its time."""
 FIRST_BALANCE, MAX_BALANCE = 1.5, 5.0
 """Plain steps that a text may lose at its begin, and after it has gained any number of them."""
+LEAST_SPEEDUP = 1 / (1 + MAX_LOSS + FIRST_BALANCE / 64)
+"""What is promised to a text of 64 tokens on which nothing is accepted."""
 
 
 class State(NamedTuple):

@@ -449,7 +449,7 @@ def test_the_terminal_tells_classes_and_spines_apart(tmp_path, monkeypatch):
     drawing = output("show")
     depth = load_tree("tree.safetensors").by_match[2].depth
     assert drawing.count("  looked up\n") == depth - 1
-    assert "without prompt lookup" in drawing
+    assert "without prompt lookup" in drawing and "slower than plain" in drawing
     parts = json.loads(output("solve", *limits, "--json"))["by_match"]
     assert [part["looks_up"] for part in parts] == [False, True]
     assert sum(part["share"] for part in parts) == pytest.approx(1)

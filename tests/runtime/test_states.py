@@ -1,29 +1,21 @@
 """Trees that follow the text: falling back to plain decoding, exactness across it, and its cost."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, error_of_steps
+from toys import planned
 
 from drafts import PARTS, small_pair
-from sequoia_plan.artifacts import Plan, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.state import FIRST_BALANCE, MAX_BALANCE, MAX_LOSS, State
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.pace import STEPS, note_pace
 
 PLAIN = TokenTree.chain(1)
-
-
-def planned(tree, cost):
-    """The tree with a plan by which its steps take so many times as long as plain ones."""
-    plan = Plan(
-        objective="speed", expected_tokens=1.0, step_seconds=cost, predicted_speedup=1 / cost
-    )
-    return replace(tree, plan=plan)
 
 
 @settings(max_examples=100)
