@@ -1,4 +1,5 @@
 # make demo: the whole pipeline on the embedded pair.   make test: every test.
+# make coder: the same on Qwen2.5-Coder of 1.5B, whose files it fetches (1.6 GB) unless FROM="--from FILE" names them.
 # make check: linters, types, spelling, and the links of the documentation.
 # make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
@@ -13,6 +14,8 @@ ENGINES ?= .venv-engines
 LLAMACPP ?= .llamacpp
 LLAMACPP_SOURCE := $(LLAMACPP)/llama_cpp_python-0.3.36/vendor/llama.cpp
 BUILD ?= build
+CODER := $(BUILD)/coder/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
+CODER_PROMPT := "Write a Python function that merges overlapping intervals."
 BIN := $(VENV)/bin
 CONFIGURE_LLAMACPP := cmake -S $(LLAMACPP_SOURCE) -B $(LLAMACPP) -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
 BUILD_LLAMACPP := cmake --build $(LLAMACPP) --target llama-bench llama-quantize llama-server --parallel 2
@@ -23,13 +26,27 @@ CONVERT := PYTHONPATH=$(LLAMACPP_SOURCE)/gguf-py:$(LLAMACPP)/python $(BIN)/pytho
 
 TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
 
-.PHONY: demo test quick check size results quick-results docs engines llamacpp kernels clean
+.PHONY: coder demo test quick check size results quick-results docs engines llamacpp kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
 	$(BIN)/sequoia-plan show $(BUILD)/tree.safetensors
 	$(BIN)/sequoia-plan generate --tree $(BUILD)/tree.safetensors --max-new-tokens 64
 	$(BIN)/sequoia-plan bench --tree $(BUILD)/tree.safetensors --only plain --only generate --only sequoia --limit 8 --tokens 64 -o $(BUILD)/demo.json
+
+coder: $(BUILD)/coder/tree.safetensors
+	$(BIN)/sequoia-plan show $<
+	$(BIN)/sequoia-plan generate --target $(CODER) --tree $< --max-new-tokens 96 --prompt $(CODER_PROMPT)
+	$(BIN)/sequoia-plan bench --target $(CODER) --tree $< --only plain --only sequoia --limit 6 -o $(BUILD)/coder/bench.json
+
+$(BUILD)/coder/tree.safetensors: $(BUILD)/coder/profile.yaml
+	$(BIN)/sequoia-plan solve $< --budget 64 -o $@
+
+$(BUILD)/coder/profile.yaml: $(CODER) | $(VENV)/ready
+	$(BIN)/sequoia-plan profile --target $(CODER) -o $@
+
+$(CODER):
+	$(PYTHON) tools/fetch_coder.py $(@D) $(FROM)
 
 $(BUILD)/profile.yaml: | $(VENV)/ready
 	mkdir -p $(BUILD)

@@ -178,6 +178,24 @@ def sizes(results: Path) -> Iterator[str]:
             yield row(title, shown(times["ms"]), theirs, ratio, aims.get(title, ""))
 
 
+def coder(results: Path) -> Iterator[str]:
+    """Methods on the pair of 1.5B and .5B, by kind of prompt."""
+    if not (results / "coder.json").exists():  # it needs files that are fetched
+        return
+    report = read(results, "coder")
+    methods, shown = report["methods"], "{:.2f}x ({:.2f}-{:.2f})".format
+    yield (
+        f"{report['processor']}, {report['threads']} threads, T = {report['temperature']:g}, "
+        f"{report['prompts']} prompts x {report['tokens']} tokens."
+    )
+    yield ""
+    yield from header("", "tokens/s", "tokens a step", *(f"over plain, {kind}" for kind in methods))
+    for name, figures in methods["all"].items():
+        rate, step_tokens = figures["tokens_per_second"][0], figures["tokens_per_step"]
+        ratios = (shown(*by_name[name]["over_plain"]) for by_name in methods.values())
+        yield row(name, f"{rate:.1f}", str(step_tokens), *ratios)
+
+
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "machine": machine,
     "speeds": speeds,
@@ -187,4 +205,5 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "contexts": contexts,
     "texts": texts,
     "sizes": sizes,
+    "coder": coder,
 }

@@ -54,6 +54,13 @@ def time_parts(step: CapturedStep, extent: int, sampling: Sampling) -> dict[str,
         step.run(extent, sampling).tolist()
 
     step.refill_random_numbers(sampling)
+    if compiled := step.compiled(sampling):
+        root = int(length)
+        step_seconds = timed(step.device, lambda: step.launch(root, sampling)(root))[1]
+        step.sequence.length.copy_(length)
+        *draft, target, verify = compiled.seconds(step.compiled_tree)
+        parts = {"draft": sum(draft), "target": target, "verify": verify}
+        return {"step": step_seconds, **parts, "host": step_seconds - sum(parts.values())}
     drafted, draft_seconds = timed(step.device, partial(step.run_draft, extent, sampling))
     logits, target_seconds = timed(step.device, partial(step.run_target, extent))
     run_verification = partial(step.run_verification, logits, drafted, sampling)

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.profiler.breakdown import time_parts
 from sequoia_plan.profiler.timing import timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
+from sequoia_plan.runtime.decoding_models import MAX_TREE_NODES
 from sequoia_plan.runtime.draft.drafter import draw_children
 
 MAX_OVERHEAD_SIZE = 2
@@ -33,6 +35,14 @@ class SizeTimer:
         assert step.drafter is not None
         num_children = min(3, step.models.max_children)
         self.step = step.with_tree(bushy(size, step.drafter.drafting.max_depth, num_children))
+        # its second draft pass reads `size` nodes, and draws a child of each
+        nodes = range(1, size + 1)
+        pairs = TokenTree.from_parents([-1, *[0] * size, *nodes])
+        self.pairs: CapturedStep | None = None
+        fits = size <= step.models.max_children and pairs.size <= MAX_TREE_NODES
+        if step.device.type == "cpu" and step.drafter.drafting.drafts_by_level and fits:
+            self.pairs = step.with_tree(pairs)
+            self.pairs.prefill(prompt, pairs.depth, seed=0)
         # with room for a child of each node, which `draft_pass` draws
         self.step.prefill(prompt, size + self.step.tree.depth, seed=0)
         self.extent = self.step.extent(prompt.numel() - 1)
@@ -66,6 +76,17 @@ class SizeTimer:
             self.step.sequence.target.roll_back(self.half)
 
         seconds = {}
+        if self.pairs and (compiled := self.pairs.compiled(self.sampling)):
+            if self.times_draft:
+                self.pairs.refill_random_numbers(self.sampling)
+                passes = compiled.time_passes(
+                    self.pairs.compiled_tree, self.sampling, of_target=False
+                )
+                seconds["draft", self.size] = passes[1]
+                self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
+            compiled = self.step.compiled(self.sampling)
+            passes = compiled.time_passes(self.step.compiled_tree, self.sampling, of_target=True)
+            return seconds | {("target", self.size): passes[0]}
         for _ in range(1 if stream else 2):  # the last time after a step
             if stream:
                 # as in a step, where the target's weights are loaded ahead while the draft runs

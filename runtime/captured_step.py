@@ -46,7 +46,9 @@ class StepOutput:
 
 
 class CapturedStep(TreeStep):
-    """A `TreeStep` that runs as one CUDA graph where that is possible, else part by part."""
+    """A `TreeStep` that runs as one call or CUDA graph if possible, else part by part."""
+
+    compiled_tree: Any = None
 
     @classmethod
     def of(cls, target: Any, draft: Any, tree: TokenTree, **options: Any) -> CapturedStep:
@@ -128,7 +130,25 @@ class CapturedStep(TreeStep):
         if self.drafter and self.alternates:
             catch_up(self.drafter, self.sequence, self.tree, length, extent)
         self.refill_random_numbers(sampling)
+        fits = extent <= self.sequence.target.capacity
+        if fits and not self.runs_by_parts and (compiled := self.compiled(sampling)):
+            numbers = compiled(self.compiled_tree, sampling, self.lookup and self.lookup.max_match)
+            return partial(self._output, lambda: numbers)
         return partial(self._output, read_back(self.run(extent, sampling)))
+
+    def compiled(self, sampling: Sampling) -> Any:
+        """What runs whole steps with this sampling in one call; None if nothing does."""
+        num_read = self.passes[0].input_slots.numel() if self.passes else 0
+        step = self.models.step_for(self.tree.size, num_read)
+        if step is None or not step.follows(sampling):
+            return None
+        if self.compiled_tree is None:
+            draws = [p.max_children + (p.looked_up is not None) for p in self.passes]
+            rows = [p.input_slots.numel() for p in self.passes]
+            if self.drafter:
+                draws = [min(count, self.drafter.vocabulary) for count in draws]
+            self.compiled_tree = step.tree_of(self.tree, rows, draws)
+        return step
 
     def _output(self, read_numbers: Callable[[], list[int]], length: int) -> StepOutput:
         """The output of a step whose root was in slot `length`, once its numbers are there."""

@@ -64,6 +64,28 @@ class DecodingModels:
         if self.target.chains_only:
             captured = False  # the host reads how many tokens they read again
         self.graphs = step_graphs(self.target, draft, self.device, captured)
+        self.compiled_step: Any = None
+        self.step_state: Any = None
+
+    def step_for(self, size: int, num_read: int) -> Any:
+        """What runs steps with trees of so many nodes in one call; None if nothing does.
+
+        `num_read`: tokens that a draft's first pass reads.
+        """
+        sequence, drafter = self.sequence, self.drafter
+        memory = (sequence.tokens, sequence.bits, sequence.lookup_chain)
+        state = [*self.versions, sequence.version, *(tensor.data_ptr() for tensor in memory)]
+        rows = max(size, num_read)
+        is_large_enough = self.compiled_step is None or self.compiled_step.rows >= rows
+        if state != self.step_state or not is_large_enough:
+            self.step_state = state
+            self.compiled_step = self.target.backend.new_step(
+                (drafter and drafter.part_of_step) or drafter, sequence, rows=rows,
+                contexts=[m.context for m in self.models if isinstance(m, LoadedModel)],
+                hidden_states=self.hidden_states, vocabulary=drafter.vocabulary if drafter else 0,
+                d2t=drafter.d2t if drafter else None,
+            )  # fmt: skip
+        return self.compiled_step
 
     def check_unchanged(self) -> None:
         """Raise SequoiaPlanError if a model is no longer what the decoder was made for.

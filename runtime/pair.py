@@ -39,6 +39,10 @@ DRAFTS_OF = {"cc324af070c2ecbfd324a30884d2f951": CODER_DRAFT}
 """By the begin of the SHA-256 of a target's file."""
 NO_DRAFT = "none"
 """As a draft's name: decode with trees whose spine is looked up, and that draft nothing."""
+NAME_A_DRAFT = (
+    f"name a draft for it with --draft, or use --draft {INT8} (the embedded drafts serve other "
+    "targets)"
+)
 WEIGHTS_PACKAGE = "sequoia-plan-drafts"
 ROUNDING_TEXTS = 8
 """Built-in prompts on which the cost of `bits` is measured."""
@@ -227,10 +231,7 @@ def _draft_of(target: LoadedModel) -> str:
     metadata = target.metadata()
     draft = DRAFTS_OF.get(f"{metadata['digest']}{metadata['content']}")
     if draft is None:
-        raise ArgumentError(
-            f"target {target.name}: name a draft for it with --draft, or use --draft {INT8} (the "
-            "embedded drafts serve other targets)"
-        )
+        raise ArgumentError(f"target {target.name}: {NAME_A_DRAFT}")
     return draft
 
 
@@ -267,11 +268,8 @@ def _check_arguments(
 ) -> None:
     """Raise ArgumentError for arguments of `load_pair` that are invalid or contradictory."""
     links = " or ".join(LINKS)
-    if draft is None and target is not None:
-        raise ArgumentError(
-            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
-            "embedded draft serves only the embedded target)"
-        )
+    if draft is None and target is not None and not is_gguf(target):
+        raise ArgumentError(f"target {target}: {NAME_A_DRAFT}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ArgumentError(
             "device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.expected_tokens import node_values
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
+from sequoia_plan.artifacts.processor import processor_name, usable_cores
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.promise import MIN_KINDS
 from sequoia_plan.artifacts.state import MAX_LOSS
@@ -36,6 +38,7 @@ def print_summary(tree: TokenTree) -> None:
     for role, model in plan.models.items():
         weights = model.get("weights") or model.get("dtype")
         lines.append(_line(role, f"{model.get('name')}{f' ({weights})' if weights else ''}"))
+    lines += _describe_machine(plan)
     print(*lines, sep="\n")
     acceptances = {0: plan.acceptance} | {p.match_length: p.acceptance for p in plan.by_match}
     for match_length, class_tree in tree.portfolio.items():
@@ -101,6 +104,16 @@ def _describe_details(plan: Plan) -> Iterator[str]:
         text = f"{more_bytes / 1e6:.0f} MB more of layers in memory would make a step up "
         milliseconds = 1000 * stream.seconds * more_bytes / stream.bytes
         yield _line("more memory", f"{text}to {milliseconds:.1f} ms shorter")
+
+
+def _describe_machine(plan: Plan) -> Iterator[str]:
+    """Yields a line with the machine that times are of, and what to do on another one."""
+    measured, here, cores = plan.hardware, processor_name(), usable_cores()
+    if plan.latency and measured.get("processor"):
+        text = f"{measured.get('gpu') or measured['processor']}, {measured['threads']} threads"
+        if measured["processor"] != here or measured["threads"] > (cores or math.inf):
+            text += f"; this is {here}, {cores} cores: run profile and solve again for its times"
+        yield _line("machine", text)
 
 
 def describe_states(tree: TokenTree) -> Iterator[str]:

@@ -267,10 +267,9 @@ class Sampling:
 
 def _fill(loop: Callable[..., None], logits: Tensor, *numbers: float) -> Tensor:
     """What a loop over rows of logits computes, with its settings as the loops take them."""
-    rows = logits.detach().reshape(-1, logits.shape[-1]).contiguous().numpy()
-    probs = np.empty_like(rows)
+    probs = logits.detach().reshape(-1, logits.shape[-1]).numpy().copy()
     settings = (n if isinstance(n, int) else np.float32(n) for n in numbers)
-    loop(rows, rows.max(-1), *settings, probs)
+    loop(probs, probs.max(-1), *settings)
     return torch.from_numpy(probs).view(logits.shape)
 
 

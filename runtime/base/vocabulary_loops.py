@@ -43,27 +43,40 @@ def _exp2(x):
 
 
 @njit(**COMPILED)
-def _softmax(logits, largest, lowest, temperature, probs):
-    """softmax(logits / temperature) of the tokens whose logits are at least `lowest`."""
+def weigh(scores, largest, lowest, temperature, sums):
+    """Put exp((score - largest) / temperature) in place of scores, 0 if these are below `lowest`.
+
+    `sums` float64 [blocks]: those of blocks of weights. Returns their sum.
+    """
     if largest == -LARGEST:  # no token is possible
-        probs[:] = np.nan
-        return
-    total, largest, lowest = ZERO, largest / temperature, lowest / temperature
-    for token in range(logits.size):
-        score = logits[token] / temperature
-        weight = _exp2((score - largest) * LOG2_E)
-        probs[token] = weight if not score < lowest else ZERO
-        total += probs[token]
-    factor = np.float32(1) / total
-    for token in range(logits.size):
+        scores[:], sums[:] = np.nan, np.nan
+        return np.nan
+    largest, lowest = largest / temperature, lowest / temperature
+    for block in range(sums.size):
+        part, total = scores[block * BLOCK : (block + 1) * BLOCK], ZERO
+        for place in range(part.size):
+            score = part[place] / temperature
+            weight = _exp2((score - largest) * LOG2_E)
+            part[place] = weight if not score < lowest else ZERO
+            total += part[place]
+        sums[block] = total
+    return sums.sum()
+
+
+@njit(**COMPILED)
+def _scale(probs, factor):
+    """Multiply in place."""
+    for token in range(probs.size):
         probs[token] *= factor
 
 
 @njit(**COMPILED)
-def softmax(logits, largest, temperature, probs):
-    """softmax(logits / temperature) into `probs`; `largest` [rows], the rows' largest logits."""
-    for row in range(len(logits)):
-        _softmax(logits[row], largest[row], -LARGEST, temperature, probs[row])
+def softmax(rows, largest, temperature):
+    """softmax(row / temperature) in place of each row; `largest` [rows], the largest numbers."""
+    sums = np.empty(-(-rows.shape[1] // BLOCK))
+    for row in range(len(rows)):
+        total = weigh(rows[row], largest[row], -LARGEST, temperature, sums)
+        _scale(rows[row], np.float32(1 / total))
 
 
 @njit(inline="always", **COMPILED)
@@ -73,7 +86,7 @@ def _in_order(bits):
 
 
 @njit(**COMPILED)
-def _largest(values):
+def maximum(values):
     """The largest of the values."""
     bits = values.view(np.int32)
     largest = np.int32(-(1 << 31))
@@ -83,7 +96,26 @@ def _largest(values):
 
 
 @njit(**COMPILED)
-def _top_tokens(values, tokens, best):
+def largest_of(values):
+    """The largest of the values, and its first place; NaN if one of them is NaN."""
+    best, best_start, size = np.float32(-LARGEST), 0, np.int32(0)
+    for start in range(0, values.size, BLOCK):
+        bits = values[start : start + BLOCK].view(np.int32)
+        for place in range(bits.size):
+            size = max(size, bits[place] & np.int32(0x7FFFFFFF))
+        value = maximum(values[start : start + BLOCK])
+        if value > best:
+            best, best_start = value, start
+    if size > np.int32(0x7F800000):
+        return np.float32(np.nan), 0
+    place = best_start
+    while place < values.size - 1 and values[place] != best:
+        place += 1
+    return best, place
+
+
+@njit(**COMPILED)
+def top_of_row(values, tokens, best):
     """The tokens of the largest values in order, of equal ones the first, with their values.
 
     A block is looked at only if its largest value is among them.
@@ -91,7 +123,7 @@ def _top_tokens(values, tokens, best):
     num_kept = 0
     for start in range(0, values.size, BLOCK):
         block = values[start : start + BLOCK]
-        if num_kept == tokens.size and not _largest(block) > best[-1]:
+        if num_kept == tokens.size and not maximum(block) > best[-1]:
             continue
         for place in range(block.size):
             value = block[place]
@@ -110,7 +142,7 @@ def top_tokens(values, tokens):
     """The tokens of each row's largest values in order, into `tokens` int64 [rows, count]."""
     best = np.empty(tokens.shape[1], np.float32)
     for row in range(len(values)):
-        _top_tokens(values[row], tokens[row], best)
+        top_of_row(values[row], tokens[row], best)
 
 
 @njit(**COMPILED)
@@ -129,7 +161,7 @@ def _mass_cut(probs, mass, memory):
     Bits of positive floats have the order of the floats, so it is found bit by bit; first, those
     that it may be are gathered in `memory`.
     """
-    bits, largest = probs.view(np.int32), _largest(probs)
+    bits, largest = probs.view(np.int32), maximum(probs)
     bound = largest * FEWER
     while bound > 0 and not _mass_from(probs, bits, np.float32(bound).view(np.int32)) >= mass:
         bound *= FEWER
@@ -162,22 +194,31 @@ def _keep_from(probs, lowest):
 
 
 @njit(**COMPILED)
-def target_probs(logits, largest, temperature, top_k, top_p, min_p, probs):
-    """`Sampling.target_probs` of rows into `probs`; `largest` [rows], the rows' largest logits."""
-    memory = np.empty(logits.shape[1], np.float32)
-    tokens, best = np.empty(min(top_k, MOST_TOKENS), np.int64), np.empty(top_k, np.float32)
-    for row in range(len(logits)):
-        lowest = -LARGEST
-        if MOST_TOKENS < top_k < logits.shape[1]:
-            lowest = np.partition(logits[row], logits.shape[1] - top_k)[-top_k]
-        elif 0 < top_k < logits.shape[1]:
-            _top_tokens(logits[row], tokens, best)
-            lowest = best[-1]
-        _softmax(logits[row], largest[row], lowest, temperature, probs[row])
-        if top_p < 1:
-            _keep_from(probs[row], _mass_cut(probs[row], top_p, memory))
-        if min_p > 0:
-            _keep_from(probs[row], min_p * _largest(probs[row]))
+def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, memory):
+    """`Sampling.target_probs` of one row, in place; `sums`: see `weigh`; `memory` [vocabulary]."""
+    lowest = -LARGEST
+    if MOST_TOKENS < top_k < scores.size:
+        lowest = np.partition(scores, scores.size - top_k)[-top_k]
+    elif 0 < top_k < scores.size:
+        best = memory[:top_k]
+        top_of_row(scores, np.empty(top_k, np.int64), best)
+        lowest = best[-1]
+    total = weigh(scores, largest_score, lowest, temperature, sums)
+    _scale(scores, np.float32(1 / total))
+    if top_p < 1:
+        _keep_from(scores, _mass_cut(scores, top_p, memory))
+    if min_p > 0:
+        _keep_from(scores, min_p * maximum(scores))
+
+
+@njit(**COMPILED)
+def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
+    """`Sampling.target_probs` of rows, in place; `largest_scores` [rows]."""
+    memory, sums = np.empty(rows.shape[1], np.float32), np.empty(-(-rows.shape[1] // BLOCK))
+    for row in range(len(rows)):
+        probs_of_row(
+            rows[row], largest_scores[row], temperature, top_k, top_p, min_p, sums, memory
+        )  # fmt: skip
 
 
 @njit(**COMPILED)
@@ -191,13 +232,21 @@ def _sum_of(values, skipped):
 
 
 @njit(**COMPILED)
-def _draw(probs, uniforms, sums, tokens):
-    """One row of `draw_in_turn`. `sums` [blocks] float64, those of blocks of tokens not drawn."""
+def sum_blocks(probs, sums):
+    """The sums of blocks of probabilities, float64 [blocks]."""
     for block in range(sums.size):
-        sums[block] = _sum_of(probs[block * BLOCK : (block + 1) * BLOCK], tokens[:0])
+        sums[block] = probs[block * BLOCK : (block + 1) * BLOCK].sum()
+
+
+@njit(**COMPILED)
+def draw_from(probs, uniforms, sums, tokens, masses):
+    """One row of `draw_in_turn`; `masses` float64 [count]: those of the tokens before each draw.
+
+    `sums` float64 [blocks]: those of blocks of tokens, then of those that are not drawn.
+    """
     for rank in range(tokens.size):
         drawn = np.sort(tokens[:rank])
-        total = sums.sum()
+        masses[rank] = total = sums.sum()
         if not total > 0:  # each token that is left is as likely
             token = min(int(uniforms[rank] * (probs.size - rank)), probs.size - rank - 1)
             for earlier in drawn:
@@ -229,17 +278,24 @@ def draw_in_turn(probs, uniforms, tokens):
 
     `uniforms` float64 [rows, count] in [0, 1); `tokens` int64 [rows, count] is the result.
     """
-    sums = np.empty(-(-probs.shape[1] // BLOCK))
+    sums, masses = np.empty(-(-probs.shape[1] // BLOCK)), np.empty(tokens.shape[1])
     for row in range(len(probs)):
-        _draw(probs[row], uniforms[row], sums, tokens[row])
+        sum_blocks(probs[row], sums)
+        draw_from(probs[row], uniforms[row], sums, tokens[row], masses)
+
+
+@njit(**COMPILED)
+def residual_mass(p, q, c, e):
+    """The sum over tokens of max(p - c q - e, 0)."""
+    total = ZERO
+    for token in range(p.size):
+        left = p[token] - c * q[token] - e
+        total += left if left > 0 else ZERO
+    return total
 
 
 @njit(**COMPILED)
 def residual_masses(p, q, c, e, masses):
-    """The sum over tokens of max(p - c q - e, 0) for each row, into `masses` [rows]."""
+    """`residual_mass` of each row, into `masses` [rows]."""
     for row in range(len(p)):
-        total = ZERO
-        for token in range(p.shape[1]):
-            left = p[row, token] - c[row] * q[row, token] - e[row]
-            total += left if left > 0 else ZERO
-        masses[row] = total
+        masses[row] = residual_mass(p[row], q[row], c[row], e[row])

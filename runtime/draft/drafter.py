@@ -63,6 +63,8 @@ class Drafter(Protocol):
     d2t: Tensor | None
     aux_hidden_state_layers: tuple[int, ...] = ()
     notes_finite: bool = True
+    part_of_step: Any = None
+    """What a compiled step runs in its place (see `Backend.new_step`)."""
     """Does each pass note in its cache whether its logits are finite?"""
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
@@ -156,7 +158,7 @@ class HiddenStateDrafter(Drafter):
 
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
         self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
-        self.packed = model.packed
+        self.packed = self.part_of_step = model.packed
         self.feature_dtype = self.packed.feature_dtype if self.packed else model.dtype
         self.notes_finite = bool(self.packed)
         self.aux_hidden_state_layers = model.aux_hidden_state_layers

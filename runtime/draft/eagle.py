@@ -81,10 +81,6 @@ class EagleDrafter(HiddenStateDrafter):
         The first pass reads committed tokens, whose features are recorded, and later passes read
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
-        if self.packed:
-            outputs = previous and previous.hidden_states
-            logits, outputs = self.packed.read_level(draft_pass, sequence, outputs)
-            return ForwardOutput(logits[:, : self.vocabulary], outputs)
         cache: Any = sequence.draft
         passes = (draft_pass, *draft_pass.later)
         rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()

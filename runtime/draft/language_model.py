@@ -38,6 +38,8 @@ class LanguageModelDrafter(Drafter):
         except SequoiaPlanError as error:
             raise SequoiaPlanError(f"draft: {error}") from error
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
+        if not self.drafting.shares_cache:
+            self.part_of_step = model.backend
         if model.chains_only:
             raise SequoiaPlanError(
                 f"draft: {model_type(model)} has layers with a recurrent state, expected attention "

@@ -112,6 +112,10 @@ class Backend(Protocol):
     def head(self, hidden_states: Tensor) -> Tensor:
         """Normed hidden states [..., width] -> logits [..., vocabulary]."""
 
+    def new_step(self, part: Any, sequence: Any, **sizes: Any) -> Any:
+        """What runs whole steps in one call, with `part` of a draft; None if nothing does."""
+        return None
+
     def keep_logits(self, tokens: Tensor) -> None:
         """Compute the logits of these tokens (int64 [n]) alone, in this order."""
         raise SequoiaPlanError(

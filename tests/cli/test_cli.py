@@ -25,6 +25,7 @@ from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.planner.cli import pair as cli_pair
 from sequoia_plan.planner.cli import profiling
 from sequoia_plan.planner.cli.pair import when_numba_compiles
+from sequoia_plan.planner.report import tree_summary
 from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling
@@ -128,6 +129,16 @@ def test_solve_acceptance_file(run, tmp_path, name, text):
     arguments = ("--acceptance", name, "--budget", "6", "--depth", "4", "--json")
     solved = answer(run("solve", *arguments))
     assert solved["size"] == 6 and solved["predicted_speedup"] is None
+
+
+def test_show_says_whether_a_tree_fits_this_machine(run):
+    name, again = "smollm2-135m-epyc-2-cores-t0", "run profile and solve again for its times"
+    with pytest.MonkeyPatch.context() as patch:
+        for processor, is_other in (("AMD EPYC", False), ("another", True)):
+            patch.setattr(tree_summary, "processor_name", lambda name=processor: name)
+            patch.setattr(tree_summary, "usable_cores", lambda: 2)
+            line = next(x for x in run("show", name).stdout.splitlines() if x[:7] == "machine")
+            assert "AMD EPYC, 2 threads" in line and (again in line) == is_other
 
 
 def test_show(run, tmp_path):

@@ -235,14 +235,16 @@ def assert_decodes_exactly(loaded, plain_target):
     assert ours.sequences.equal(expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys, dtype):
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 16), ("bfloat16", 8)])
+def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys, dtype, bits):
     """Some steps of training bring the draft nearer to the target.
 
     Its folder, loaded as anyone's, reads hidden states as they are and decodes exactly.
     """
     vocabulary_size = plain_target.config.vocab_size
-    recipe = Eagle3Recipe(draft_vocabulary=512, steps=12, batch=2, chain=2, held_out=2, dtype=dtype)
+    recipe = Eagle3Recipe(
+        draft_vocabulary=512, steps=12, batch=2, chain=2, held_out=2, dtype=dtype, bits=bits
+    )
     train_eagle3(plain_target, text, recipe, tmp_path / "draft", "the target")
     last = capsys.readouterr().out.splitlines()[-1]
     loaded = load_pair(draft=str(tmp_path / "draft"), dtype="float32", placement="resident")

@@ -148,10 +148,11 @@ def toy_decoder(tree, seed=0, noise=0.5, covered=None, context=1 << 14):
     return SequoiaDecoder(target, draft, tree)
 
 
-def first_tokens(prompt, tree, seeds, covered=None, length=3, verifier="sequoia"):
-    """int64 [seeds, length]: the first tokens of one run of a toy decoder for each seed."""
-    decoder = toy_decoder(tree, noise=0.7, covered=covered)
-    prompt, sampling = torch.tensor(prompt), Sampling(1.0, verifier=verifier)
+def first_tokens(prompt, tree, seeds, covered=None, length=3, sampling=None, decoder=None):
+    """int64 [seeds, length]: the first tokens of one run for each seed, of a toy decoder or of
+    `decoder`."""
+    decoder = decoder or toy_decoder(tree, noise=0.7, covered=covered)
+    prompt, sampling = torch.tensor(prompt), sampling or Sampling(1.0, verifier="sequoia")
 
     def again(prompt, max_new_tokens, seed, *, reuse):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is

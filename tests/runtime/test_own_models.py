@@ -3,6 +3,7 @@
 Drafts with padded vocabularies are tested, too.
 """
 
+import hashlib
 import re
 import shlex
 
@@ -23,7 +24,9 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, DRAFTS_OF
 
 pytestmark = pytest.mark.slow
 
@@ -134,3 +137,32 @@ def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, mon
 def test_a_target_without_a_draft_is_told_of_the_one_it_always_has(folder):
     with pytest.raises(ArgumentError, match="or use --draft int8"):
         load_pair(str(folder / "target"))
+
+
+def test_a_draft_is_cut_to_the_tokens_of_another():
+    """Its logits are those of the whole head, and greedy text stays the target's."""
+    file = str(embedded_gguf())
+    whole, cut = (load_pair(draft=file, draft_vocabulary=x) for x in (None, DEFAULT_DRAFT))
+    states = torch.randn(3, cut.target.config.hidden_size)
+    d2t = cut.draft.d2t
+    assert len(d2t) == cut.draft.vocabulary < whole.draft.vocabulary
+    assert cut.draft.backend.head(states).equal(whole.draft.backend.head(states)[:, d2t])
+    shape = TokenTree.from_parents([-1, 0, 0, 1])
+    texts = [
+        SequoiaDecoder(cut.target, draft, tree, tokenizer=cut.tokenizer).generate("The sky", 24)
+        for draft, tree in ((cut.draft, shape), (None, TokenTree.from_parents([-1])))
+    ]
+    assert texts[0].text == texts[1].text and texts[0].steps < texts[1].steps
+    with pytest.raises(ArgumentError, match="expected an EAGLE-3 draft that covers"):
+        load_pair(draft=file, draft_vocabulary=file)
+
+
+def test_a_targets_file_has_its_draft(monkeypatch, tmp_path):
+    """By the begin of the file's SHA-256; other files need a name."""
+    file = tmp_path / "renamed.gguf"
+    file.symlink_to(embedded_gguf())
+    with pytest.raises(ArgumentError, match="name a draft for it"):
+        load_pair(str(file))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+    monkeypatch.setitem(DRAFTS_OF, digest, DEFAULT_DRAFT)
+    assert load_pair(str(file)).metadata["draft"]["name"] == DEFAULT_DRAFT

@@ -167,6 +167,8 @@ def divergence_and_rejection(
 
 
 def config_like(target: Any, num_layers: int) -> LlamaConfig:
-    """The configuration of a draft of layers like the target's, with a head of its own."""
+    """A Llama's configuration with layers of the target's sizes, and a head of its own."""
+    known = LlamaConfig().to_dict()
+    settings = {k: v for k, v in target.config.to_dict().items() if k in known}
     changes = {"num_hidden_layers": num_layers, "layer_types": None, "tie_word_embeddings": False}
-    return LlamaConfig(**target.config.to_dict() | changes)
+    return LlamaConfig(**settings | changes | {"model_type": known["model_type"]})

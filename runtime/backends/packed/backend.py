@@ -1,5 +1,6 @@
 """A Llama-like model whose weights are packed, and whose pass is one compiled function."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from sequoia_plan.runtime.backends.packed.weights import (
     pack_into,
     place_of,
 )
+from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import head_size
 from sequoia_plan.runtime.models.loaded_model import Backend, Masks
@@ -122,6 +124,11 @@ class PackedBackend(Backend):
             visible_slots(masks), logits_to_keep, hidden_states,
         )  # fmt: skip
         return logits, states.to(self.dtype) if hidden_states else None
+
+    def new_step(self, part: Any, sequence: SequenceState, **sizes: Any) -> Any:
+        """See `Backend`; the result is a `CompiledStep`."""
+        steps = importlib.import_module("sequoia_plan.runtime.backends.packed.compiled_step")
+        return steps.new_step(self, part, sequence, **sizes)
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """int64 [n] -> float32 [n, width]; the last one's for tokens that there are not."""

@@ -5,13 +5,11 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.backends.packed.attention import BLOCK
 from sequoia_plan.runtime.backends.packed.backend import multiplied
-from sequoia_plan.runtime.backends.packed.forward import UNIT, put_side_by_side
+from sequoia_plan.runtime.backends.packed.forward import UNIT, normalise
 from sequoia_plan.runtime.backends.packed.packed_pass import (
     PackedCache,
     PackedPass,
@@ -24,7 +22,6 @@ from sequoia_plan.runtime.backends.packed.weights import (
     model_of,
     packed_in_memory,
 )
-from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.models.fused_layer import is_as_defined
 from sequoia_plan.runtime.models.module_state import Watch, everything
 from sequoia_plan.runtime.models.stored import ModuleSource
@@ -90,6 +87,11 @@ class PackedEagle:
         """A cache for a sequence of up to so many slots."""
         return self.runner.new_cache(capacity, counts_positions=counts_positions)
 
+    def embedding(self, target: Any) -> Any:
+        """The embeddings that it reads; `target`: the backend of its target."""
+        assert self.weights
+        return target.embedding if self.draft.embed_tokens is None else self.weights.embedding
+
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """See `EagleModel.fuse`: [rows, states * width] -> float32 [rows, width]."""
         return multiplied(self.fc, hidden_states.float())
@@ -102,67 +104,27 @@ class PackedEagle:
 
         `features` float32 [rows, width].
         """
-        places = positions.numpy(), slots.numpy(), visible_slots(mask)
-        return self._read(cache, tokens.numpy(), features.numpy(), *places, logits_to_keep)
-
-    def _read(
-        self, cache: PackedCache, tokens: NDArray[np.int64], x: NDArray[np.float32],
-        positions: NDArray[np.int64], slots: NDArray[np.int64], visible: NDArray[np.bool_],
-        logits_to_keep: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same; `visible`: see `forward.Inputs`."""
+        x = features.numpy()
         rows, width = x.shape
         first = np.zeros((rows, -(-2 * width // UNIT) * UNIT), np.float32)
-        embedded = self.draft.embed(torch.from_numpy(tokens)).float().numpy()
+        embedded = self.draft.embed(tokens).float().numpy()
         put_side_by_side(embedded, x, *self.norms, self.runner.model.epsilon, first)
         if self.residual_is_normed:
             x = first[:, width : 2 * width]
         logits, outputs = self.runner(
-            cache, x, positions, slots, visible, logits_to_keep, self.output_layers, first
-        )
-        return logits, outputs[-logits_to_keep:]
-
-    def read_level(
-        self, draft_pass: Any, sequence: SequenceState, previous: Tensor | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """One pass of a step (see `EagleDrafter.forward`); `previous` [rows, width]: outputs."""
-        cache: Any = sequence.draft
-        mask = draft_pass.mask[:0] if previous is None else draft_pass.mask
-        tokens, read_slots, positions, slots, visible = place_rows(
-            int(sequence.length), draft_pass.input_slots.numpy(), draft_pass.offsets.numpy(),
-            mask.float().numpy(), sequence.tokens.numpy(),
+            cache, x, positions.numpy(), slots.numpy(), visible_slots(mask), logits_to_keep,
+            self.output_layers, first,
         )  # fmt: skip
-        if previous is None:
-            features = cache.features.numpy()[read_slots]
-        else:
-            features = previous.numpy()[draft_pass.parent_rows.numpy()]
-        num_logits = draft_pass.num_parents
-        return self._read(cache, tokens, features, positions, slots, visible, num_logits)
+        return logits, outputs[-logits_to_keep:]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def place_rows(length, input_slots, offsets, mask, tokens):
-    """Of each row: its token, that token's slot, its position, its slot, and which it sees.
-
-    `mask` float32 [rows, tree size + 2], or [0, n] for committed tokens.
-    """
-    rows, size = input_slots.shape[0], max(mask.shape[1] - 2, 0)
-    of_token, read_slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    positions, slots = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    visible = np.zeros((rows, -(-(length + size) // BLOCK) * BLOCK), np.bool_)
-    for row in range(rows):
-        slot = length + input_slots[row]
-        read = max(slot, 0)
-        of_token[row], read_slots[row] = tokens[read], read
-        positions[row] = max(length + offsets[row] - 1, 0)
-        slots[row] = slot if slot >= 0 else length - slot
-        if mask.shape[0]:
-            visible[row, 1:length] = True
-            for node in range(size):
-                visible[row, length + node] = length + node > 0 and mask[row, 1 + node] >= 0
-        else:
-            visible[row, min(read, 1) : read + 1] = True
-    return of_token, read_slots, positions, slots, visible
+def put_side_by_side(embedded, features, embedding_norm, feature_norm, epsilon, result):
+    """What the first layer attends to: each row's normed embedding and its normed feature."""
+    width = embedding_norm.shape[0]
+    for row in range(features.shape[0]):
+        normalise(embedded[row], embedding_norm, epsilon, result[row])
+        normalise(features[row], feature_norm, epsilon, result[row, width:])
 
 
 def why_not(draft: Any) -> str:

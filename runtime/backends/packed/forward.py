@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
 from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG
+from sequoia_plan.runtime.base.vocabulary_loops import largest_of
 
 UNIT = OUTPUTS
 """Outputs of a matrix that one worker computes are a multiple of these: those of a tile."""
@@ -77,14 +78,19 @@ class Scratch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """`logits` float32 [rows to keep, vocabulary]; `hidden` float32 [states, rows, width].
+    """`logits` float32 [rows to keep, outputs]; `hidden` float32 [states, rows, width].
 
-    `layers` int64 [states]: after how many layers each hidden state is taken.
+    `layers` int64 [states]: after how many layers each hidden state is taken. `largest` float32 and
+    `best` int64 [workers, rows to keep]: of each worker's part of the first `vocabulary` logits,
+    the largest one (NaN if one is NaN) and its token.
     """
 
     logits: Any
     hidden: Any
     layers: Any
+    largest: Any
+    best: Any
+    vocabulary: Any
 
 
 def _calls(num_values: int) -> Any:
@@ -126,7 +132,10 @@ sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def wait(counter, workers, rounds):
-    """Wait until all workers have come here `rounds` times; returns `rounds` + 1."""
+    """Wait until all workers have come here `rounds` times; returns `rounds` + 1.
+
+    `counter`: the address of an int64 that was 0 in round 1.
+    """
     if workers > 1:
         add_and_fetch(counter, 1)
         spins = 0
@@ -282,15 +291,16 @@ def attend(model, layer, inputs, scratch, worker, workers):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def forward(worker, workers, counter, model, inputs, scratch, outputs, first_layer, end_layer):
-    """One worker's part of a pass over some layers; `counter`: the address of an int64 that is 0.
+def forward(
+    worker, workers, counter, rounds, model, inputs, scratch, outputs, first_layer, end_layer
+):  # fmt: skip
+    """One worker's part of a pass over some layers; `counter`, `rounds`: see `wait`.
 
-    With an end after the last layer, logits are computed, too.
+    With an end after the last layer, logits are computed, too. Returns the rounds after it.
     """
     x, hidden, encoded = inputs.x[worker], scratch.normed[worker], scratch.encoded[worker]
     rows, num_layers = inputs.slots.shape[0], model.matrices.shape[0]
     added, gates, ups = scratch.added, scratch.gate, scratch.up
-    rounds = 1
     outer = share(added.shape[1] // UNIT, worker, workers)
     first_outer, end_outer = outer[0] * UNIT, outer[1] * UNIT
     inner = share(gates.shape[1] // UNIT, worker, workers)
@@ -329,7 +339,7 @@ def forward(worker, workers, counter, model, inputs, scratch, outputs, first_lay
         for row in range(rows):
             x[row] += added[row]
     if end_layer <= num_layers:
-        return
+        return rounds
     keep_hidden_states(outputs, num_layers, rows, x, worker)
     for row in range(rows):
         normalise(x[row], model.final_norm, model.epsilon, hidden[row])
@@ -337,7 +347,15 @@ def forward(worker, workers, counter, model, inputs, scratch, outputs, first_lay
     kept = outputs.logits.shape[0]
     encode(model.head, kept, hidden[rows - kept :], encoded)
     part = share(outputs.logits.shape[1] // UNIT, worker, workers)
-    multiply(model.head, kept, encoded, outputs.logits, 0, part[0] * UNIT, part[1] * UNIT)
+    first, end = part[0] * UNIT, part[1] * UNIT
+    multiply(model.head, kept, encoded, outputs.logits, 0, first, end)
+    end = min(end, outputs.vocabulary)
+    for row in range(kept):  # while they are in cache
+        outputs.largest[worker, row], outputs.best[worker, row] = -np.inf, first
+        if first < end:
+            largest, token = largest_of(outputs.logits[row, first:end])
+            outputs.largest[worker, row], outputs.best[worker, row] = largest, first + token
+    return rounds
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -345,16 +363,7 @@ def keep_hidden_states(outputs, layer, rows, x, worker):
     """Copy hidden states to the outputs that are taken after so many layers (-1: normed)."""
     for state in range(outputs.layers.shape[0]):
         if worker == 0 and outputs.layers[state] == layer:
-            outputs.hidden[state] = x[:rows]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def put_side_by_side(embedded, features, embedding_norm, feature_norm, epsilon, result):
-    """What the first layer attends to: each row's normed embedding and its normed feature."""
-    width = embedding_norm.shape[0]
-    for row in range(features.shape[0]):
-        normalise(embedded[row], embedding_norm, epsilon, result[row])
-        normalise(features[row], feature_norm, epsilon, result[row, width:])
+            outputs.hidden[state, :rows] = x[:rows]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

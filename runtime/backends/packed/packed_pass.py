@@ -43,8 +43,8 @@ class Workers:
         """For pickle and copies: threads of their own."""
         return Workers, (self.count,)
 
-    def run(self, *arguments: Any) -> None:
-        """Call `forward` once in each thread."""
+    def run(self, function: Any, *arguments: Any) -> None:
+        """Call a function once in each thread: with its number, their count, and `counter`."""
         if self.process != os.getpid():  # a fork has none of its parent's threads
             self.pool, self.process = ThreadPoolExecutor(self.count), os.getpid()
         self.counter[0] = 0
@@ -52,8 +52,8 @@ class Workers:
         others: list[Future[None]] = []
         try:
             for worker in range(1, self.count):
-                others.append(self.pool.submit(forward, worker, self.count, address, *arguments))
-            forward(0, self.count, address, *arguments)
+                others.append(self.pool.submit(function, worker, self.count, address, *arguments))
+            function(0, self.count, address, *arguments)
             for other in others:
                 other.result()
         except BaseException:  # an interrupt: let go of those that wait for this thread
@@ -163,20 +163,24 @@ class PackedPass:
         kept = logits_to_keep or rows
         logits = np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32)
         hidden = np.empty((len(layers), rows, self.padded_width), np.float32)
-        outputs = Outputs(logits, hidden, np.array(layers, np.int64))
+        largest = np.empty((self.workers.count, kept), np.float32)
+        outputs = Outputs(
+            logits, hidden, np.array(layers, np.int64), largest, np.empty(largest.shape, np.int64),
+            self.vocabulary,
+        )  # fmt: skip
         spans = np.stack([visible.argmax(1), extent - visible[:, ::-1].argmax(1)], 1)
         with self.workers.lock:  # scratch memory serves one pass at a time
             self._reserve(rows, extent)
-            self._reserve_rotary(cache.capacity)
+            self.reserve_rotary(cache.capacity)
             self.x[:, :rows, : self.width] = x
             inputs = Inputs(
                 self.x, np.zeros((0, 0), np.float32) if first is None else first, positions, slots,
                 visible, spans, self.rotary, cache.keys, cache.values,
             )  # fmt: skip
             for part in self._parts():
-                self.workers.run(self.model, inputs, self.scratch, outputs, *part)
+                self.workers.run(forward, 1, self.model, inputs, self.scratch, outputs, *part)
         logits = logits[:, : self.vocabulary]
-        if not np.isfinite(logits.max(-1)).all():
+        if not np.isfinite(largest.max(0)).all():
             cache.finite.fill_(False)
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits), states
@@ -194,7 +198,7 @@ class PackedPass:
             start = layer + 1
         yield start, num_layers + 1
 
-    def _reserve_rotary(self, positions: int) -> None:
+    def reserve_rotary(self, positions: int) -> None:
         """Provide rotary embeddings of so many positions."""
         if len(self.rotary) < positions:
             places, half = torch.arange(positions)[None], self.model.head_dim // 2
@@ -209,14 +213,19 @@ class PackedPass:
             return
         self.scratch_rows = rows = max(rows, self.scratch_rows)
         self.scratch_slots = slots = max(slots, self.scratch_slots)
-        model, workers = self.model, self.workers.count
+        self.x, self.scratch = self.new_scratch(self.workers.count, rows, slots)
+
+    def new_scratch(
+        self, workers: int, rows: int, slots: int
+    ) -> tuple[NDArray[np.float32], Scratch]:
+        """Memory for passes of so many workers, rows and slots; the first is `Inputs.x`."""
+        model = self.model
         widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[ROW_BYTES]))
 
         def floats(*shape: int) -> NDArray[np.float32]:
             return aligned_zeros(shape, np.float32)
 
-        self.x = floats(workers, rows, self.padded_width)
-        self.scratch = Scratch(
+        return floats(workers, rows, self.padded_width), Scratch(
             normed=floats(workers, rows, self.padded_width),
             encoded=aligned_zeros((workers, rows, widest)),
             attention=floats(workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),

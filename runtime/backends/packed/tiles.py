@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -150,51 +150,128 @@ def _put_planes(values, planes, quads, target):
             low += bits
 
 
+class Embedding(NamedTuple):
+    """A matrix whose rows compiled code reads, one at a time.
+
+    `sizes` int64: of `Format`, `block`, `group`, `num_scales`, bytes of a step, where in it scales
+    and weights begin, bytes of a factor (0: of numbers in floating point, which have `block` bytes
+    and lie in groups of `group`), whether there are offsets, their sign, and `scale_zero`. `values`
+    float32: what integers stand for, less their zero.
+    """
+
+    tiles: Any
+    sizes: Any
+    planes: Any
+    scale_planes: Any
+    values: Any
+
+
+def embedding_of(matrix: Matrix) -> Embedding:
+    """What reading a matrix's rows takes."""
+    layout, tiles = FORMATS[matrix.format], matrix.tiles.view()
+    tiles.flags.writeable = False  # compiled once, whether or not they can be written
+    sizes, values = [layout.block_bytes, layout.step.shape[2] if layout.is_float else 0], [0]
+    if not layout.is_float:
+        places: Any = layout.step.fields
+        sizes = [
+            layout.block, layout.group, layout.num_scales, layout.step.itemsize,
+            places["scales"][1], places["weights"][1], layout.step["factors"].shape[2],
+            layout.zero is None, layout.offset_sign, layout.scale_zero,
+        ]  # fmt: skip
+        values = [x - (layout.zero or 0) for x in layout.values or range(1 << layout.bits)]
+    numbers = np.array([*sizes, *[0] * (10 - len(sizes))], np.int64)
+    planes, scale_planes = (np.array(p, np.int64) for p in (layout.planes, layout.scale_planes))
+    return Embedding(tiles, numbers, planes, scale_planes, np.array(values, np.float32))
+
+
 def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.float32]:
     """Rows of a matrix, float32 [n, inputs]: the numbers that the package gguf reads."""
-    layout = FORMATS[matrix.format]
-    tile, output = row_numbers // OUTPUTS, row_numbers % OUTPUTS
-    if layout.is_float:
-        shape = len(matrix.tiles), -1, OUTPUTS, layout.step.shape[2]
-        numbers = matrix.tiles.view(layout.step.base).reshape(shape)[tile, :, output]
-        numbers = numbers.reshape(len(tile), -1)[:, : matrix.inputs]
-        if layout.name == "BF16":
-            return (numbers.astype(np.uint32) << 16).view(np.float32)
-        return numbers.view(f"f{layout.block_bytes}").astype(np.float32)
-    steps = matrix.tiles.view(layout.step)
-    integers = _join_planes(steps["weights"][tile, :, :, :, output], layout.planes)
-    shape = (*integers.shape[:2], layout.block // layout.group, layout.group)
-    numbers = np.array(layout.values or range(1 << layout.bits), np.float32)[integers]
-    numbers = numbers.reshape(shape) - np.float32(layout.zero or 0)
-    factors = _factors(steps["factors"][tile, :, :, output])
-    if layout.num_scales:
-        scales = _join_planes(steps["scales"][tile, :, :, output], layout.scale_planes)
-        signed = scales.astype(np.float32) - layout.scale_zero
-        factors = factors * signed.reshape(*shape[:2], -1, shape[2])
-    numbers *= factors[:, :, 0, :, None]
-    if layout.zero is None:
-        numbers -= np.float32(layout.offset_sign) * factors[:, :, 1, :, None]
-    return numbers.reshape(len(tile), -1)[:, : matrix.inputs]
+    rows, embedding = np.empty((len(row_numbers), matrix.inputs), np.float32), embedding_of(matrix)
+    for row, number in zip(rows, row_numbers.tolist(), strict=True):
+        read_row(embedding, number, row)
+    return rows
 
 
-def _factors(stored: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Factors [n, steps, factors, 1] from their bytes: float16, or the exponent of a power of 2."""
-    if stored.shape[-1] == 2:
-        return stored.view(np.float16).astype(np.float32)
-    return np.ldexp(np.float32(1), stored.astype(np.int32) - 131)
+@njit(nogil=True, cache=True, error_model="numpy")
+def read_row(embedding, number, row):
+    """Read one row, float32 [inputs]."""
+    tile, output, values = embedding.tiles[number // OUTPUTS], number % OUTPUTS, embedding.values
+    block, group, num_scales, step_bytes, scales_at, weights_at, factor_bytes = embedding.sizes[:7]
+    if not factor_bytes:
+        _read_numbers(tile, output, block, group, row)
+        return
+    has_offsets, sign, scale_zero = embedding.sizes[7:]
+    scales, integers = np.zeros(max(num_scales, 1), np.int64), np.zeros(GROUP, np.int64)
+    group_bytes = embedding.planes.sum() * OUTPUTS * QUAD
+    for start in range(0, row.shape[0], block):
+        step = tile[start // block * step_bytes :]
+        factor, offset = _factor(step, output * factor_bytes, factor_bytes), np.float32(0)
+        if has_offsets:
+            offset = np.float32(sign) * _factor(step, 2 * (OUTPUTS + output), 2)
+        if num_scales:
+            _integers(step[scales_at:], embedding.scale_planes, num_scales // QUAD, output, scales)
+        for first in range(0, min(block, row.shape[0] - start), group):
+            if first % GROUP == 0:
+                weights = step[weights_at + first // GROUP * group_bytes :]
+                _integers(weights, embedding.planes, GROUP // QUAD, output, integers)
+            scale, subtracted, place = factor, offset, first // group
+            if num_scales:
+                scale = factor * np.float32(scales[place] - scale_zero)
+                if has_offsets:
+                    place += num_scales // 2
+                    subtracted = offset * np.float32(scales[place] - scale_zero)
+            for i in range(first, min(first + group, row.shape[0] - start)):
+                row[start + i] = values[integers[i % GROUP]] * scale - subtracted
 
 
-def _join_planes(parts: NDArray[np.uint8], planes: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Integers [..., values] from vectors of planes [..., vectors, 4]."""
-    quads = 8 * parts.shape[-2] // sum(planes)
-    integers, first, low = np.zeros((*parts.shape[:-2], QUAD * quads), np.uint8), 0, 0
-    for bits in planes:
-        end = first + quads * bits // 8
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None, None]
-        fields = parts[..., None, first:end, :] >> shifts & np.uint8((1 << bits) - 1)
-        integers |= fields.reshape(integers.shape) << np.uint8(low)
-        first, low = end, low + bits
-    return integers
+@njit(nogil=True, cache=True, error_model="numpy")
+def _integers(vectors, planes, quads, output, integers):
+    """One output's integers from vectors of planes of so many quads (see `Format.step`)."""
+    integers[:] = 0
+    low = first = 0
+    for plane in range(planes.shape[0]):
+        bits = planes[plane]
+        own, fields, mask = quads * bits // 8, 8 // bits, (1 << bits) - 1
+        for vector in range(own):
+            at = ((first + vector) * OUTPUTS + output) * QUAD
+            for field in range(fields):
+                to = (vector + own * field) * QUAD
+                for lane in range(QUAD):
+                    byte = np.int64(vectors[at + lane])
+                    integers[to + lane] |= ((byte >> (field * bits)) & mask) << low
+        low, first = low + bits, first + own
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _factor(stored, at, count):
+    """A factor from its bytes: float16, or the exponent of a power of 2."""
+    if count == 1:
+        return np.float32(2.0 ** (np.int64(stored[at]) - 131))
+    return _half(np.int64(stored[at]) | np.int64(stored[at + 1]) << 8)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _half(bits):
+    """A float16 number from its bits."""
+    exponent, fraction = bits >> 10 & 31, bits & 1023
+    number = (fraction + (1024 if exponent else 0)) * 2.0 ** (max(exponent, 1) - 25)
+    if exponent == 31:
+        number = np.nan if fraction else np.inf
+    return np.float32(-number if bits >> 15 else number)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _read_numbers(tile, output, num_bytes, pair, row):
+    """Read a row of numbers in floating point."""
+    halves, numbers = tile.view(np.uint16), tile.view(np.float32)
+    for i in range(row.shape[0]):
+        at = (i // pair * OUTPUTS + output) * pair + i % pair
+        if num_bytes == 4:
+            row[i] = numbers[at]
+        elif pair == 2:
+            row[i] = np.uint32(np.uint32(halves[at]) << np.uint32(16)).view(np.float32)
+        else:
+            row[i] = _half(np.int64(halves[at]))
 
 
 def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:

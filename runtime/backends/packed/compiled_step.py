@@ -1,0 +1,240 @@
+"""The compiled step of a packed target, with a packed draft or none: its memory, and its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime.backends.packed.attention import BLOCK
+from sequoia_plan.runtime.backends.packed.backend import PackedBackend
+from sequoia_plan.runtime.backends.packed.eagle import PackedEagle
+from sequoia_plan.runtime.backends.packed.forward import INPUTS, ROW_BYTES, UNIT
+from sequoia_plan.runtime.backends.packed.packed_pass import PackedCache, PackedPass
+from sequoia_plan.runtime.backends.packed.step import decode
+from sequoia_plan.runtime.backends.packed.step_memory import (
+    ALL,
+    DRAFT,
+    GREEDY,
+    SEQUOIA,
+    TARGET,
+    TRAVERSAL,
+    Eagle,
+    Reader,
+    Step,
+    Tree,
+)
+from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, embedding_of
+from sequoia_plan.runtime.backends.packed.weights import describe
+from sequoia_plan.runtime.base.cache import round_up
+from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.vocabulary_loops import BLOCK as SUM_BLOCK
+
+RULES = {"sequoia": SEQUOIA, "traversal": TRAVERSAL}
+
+
+def tree_of(tree: TokenTree, pass_rows: Sequence[int], pass_draws: Sequence[int]) -> Tree:
+    """A tree's structure, with the rows that each draft pass reads and the draws of each node."""
+    inner = np.flatnonzero(tree.child_count)
+    rows = np.zeros(tree.size, np.int64)
+    rows[inner] = np.arange(inner.size)
+    counts = tree.num_parents_by_level
+    firsts = np.cumsum([0, *counts])[:-1]
+    passes = np.array([*zip(firsts, counts, pass_draws, pass_rows, strict=True)], np.int64)
+    looked_up = (tree.classes == 0) & bool(tree.looks_up)
+    looked_up[0] = False
+    integers = partial(np.ascontiguousarray, dtype=np.int64)
+    return Tree(
+        parents=integers(np.append(-1, tree.parents[1:])),
+        levels=integers(tree.position_ids),
+        first_child=integers(tree.first_child),
+        num_children=integers(tree.child_count),
+        looked_up=integers(looked_up),
+        rows=rows,
+        inner=integers(inner),
+        passes=passes.reshape(-1, 4),
+        depth=tree.depth,
+        branching=max(tree.branching, 1),
+    )
+
+
+class CompiledStep:
+    """Steps of a decoder in one call. Its memory serves trees of up to so many nodes.
+
+    `part`: the draft's backend, or a `PackedEagle`, or None.
+    """
+
+    tree_of = staticmethod(tree_of)
+
+    def __init__(
+        self, target: PackedBackend, part: PackedBackend | PackedEagle | None,
+        sequence: SequenceState, rows: int, contexts: Sequence[int], hidden_states: Sequence[int],
+        vocabulary: int, d2t: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.workers, self.rows = target.runner.workers, rows
+        size = rows
+        workers, self.kept = self.workers.count, (target, part, sequence.tokens)
+        reader = new_reader(
+            target.runner, target.embedding, target.vocabulary, sequence.target, workers, size,
+            contexts[0], hidden_states,
+        )  # fmt: skip
+        drafting, eagle = reader, no_eagle()
+        if part:
+            own = part.embedding(target) if isinstance(part, PackedEagle) else part.embedding
+            layers = part.output_layers if isinstance(part, PackedEagle) else ()
+            drafting = new_reader(
+                part.runner, own, vocabulary, sequence.draft, workers, size, contexts[-1], layers
+            )
+        if isinstance(part, PackedEagle):
+            eagle = eagle_of(part, sequence.draft, workers, size, target.config.hidden_size)
+        most = max(target.vocabulary, vocabulary)
+        t2d = np.zeros(0, np.int64)
+        if d2t is not None:
+            t2d = np.full(target.vocabulary, -1)
+            t2d[d2t.numpy()] = np.arange(d2t.numel())
+        self.step = Step(
+            target=reader,
+            draft=drafting,
+            eagle=eagle,
+            tokens=sequence.tokens.numpy(),
+            length=sequence.length.numpy(),
+            chain=sequence.lookup_chain.numpy(),
+            bits=sequence.bits.numpy(),
+            uniforms=sequence.uniforms.numpy(),
+            path=np.zeros(size, np.int64),
+            own_tokens=np.zeros(size, np.int64),
+            masses=np.zeros(size),
+            residuals=np.zeros((size, 4)),
+            sums=np.zeros((workers, -(-most // SUM_BLOCK))),
+            memory=np.zeros((1, target.vocabulary), np.float32),
+            probs=np.empty((size, target.vocabulary), np.float32),
+            t2d=t2d,
+            d2t=np.zeros(0, np.int64) if d2t is None else d2t.numpy(),
+            output=np.zeros(2 + 2 * size, np.int64),
+            times=np.zeros(size + 3),
+        )
+
+    def __reduce__(self) -> Any:
+        """Copies of a decoder make their own."""
+        return type(None), ()
+
+    def follows(self, sampling: Sampling) -> bool:
+        """Has it the rules for these settings?"""
+        return sampling.greedy or sampling.verifier in RULES
+
+    def __call__(
+        self, tree: Tree, sampling: Sampling, max_match: int | None, parts: int = ALL
+    ) -> list[int]:
+        """One step, or some of its parts; returns the numbers of `TreeStep.commit`."""
+        temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
+        settings = tuple(map(np.float32, (*temperatures, sampling.top_p, sampling.min_p)))
+        rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
+        with self.workers.lock:
+            self.workers.run(
+                decode,
+                self.step,
+                tree,
+                settings,
+                rule,
+                sampling.top_k,
+                max_match or 0,
+                parts,
+            )
+        numbers: list[int] = self.step.output[: 2 + 2 * tree.depth].tolist()
+        return numbers
+
+    def seconds(self, tree: Tree) -> list[float]:
+        """Of the last step: of each draft pass with its draws, of the target's, and of the rest."""
+        seconds: list[float] = np.diff(self.step.times[: len(tree.passes) + 3]).tolist()
+        return seconds
+
+    def time_passes(self, tree: Tree, sampling: Sampling, *, of_target: bool) -> list[float]:
+        """Run the draft's passes, or the target's, and return the seconds of each."""
+        self(tree, sampling, 0, TARGET if of_target else DRAFT)
+        if of_target:
+            return [float(self.step.times[len(tree.passes) + 1] - self.step.times[0])]
+        return self.seconds(tree)[: len(tree.passes)]
+
+
+def new_step(
+    target: PackedBackend, part: Any, sequence: SequenceState, **sizes: Any
+) -> CompiledStep | None:
+    """Steps of a target with a draft; None if one cannot be a part of a compiled step.
+
+    Those whose weights are streamed and those with windows cannot.
+    """
+    backends = [b for b in (target, part) if isinstance(b, PackedBackend)]
+    caches = [sequence.target, *([sequence.draft] if part else [])]
+    if (
+        not (part is None or isinstance(part, PackedBackend | PackedEagle))
+        or any(backend.stream for backend in backends)
+        or any(cache.positions is not None for cache in caches)
+        or not all(isinstance(cache, PackedCache) for cache in caches)
+    ):
+        return None
+    return CompiledStep(target, part, sequence, **sizes)
+
+
+def new_reader(
+    runner: PackedPass, embedding: Matrix, vocabulary: int, cache: Any, workers: int, rows: int,
+    context: int, hidden_states: Sequence[int],
+) -> Reader:  # fmt: skip
+    """A model with memory for passes over so many rows."""
+    slots = round_up(cache.capacity + rows, BLOCK)
+    runner.reserve_rotary(cache.capacity)
+    x, scratch = runner.new_scratch(workers, rows, slots)
+    states, outputs = len(hidden_states), round_up(runner.vocabulary, UNIT)
+    return Reader(
+        model=runner.model,
+        embedding=embedding_of(embedding),
+        x=x,
+        scratch=scratch,
+        rotary=runner.rotary,
+        keys=cache.keys,
+        values=cache.values,
+        tokens=np.zeros(rows, np.int64),
+        read_slots=np.zeros(rows, np.int64),
+        positions=np.zeros(rows, np.int64),
+        slots=np.zeros(rows, np.int64),
+        visible=np.zeros((rows, slots), np.bool_),
+        spans=np.zeros((rows, 2), np.int64),
+        logits=np.empty((rows, outputs), np.float32),
+        largest=np.zeros((workers, rows), np.float32),
+        best=np.zeros((workers, rows), np.int64),
+        hidden=np.zeros((states, rows, runner.padded_width), np.float32),
+        layers=np.array(hidden_states, np.int64),
+        vocabulary=vocabulary,
+        last=np.array([embedding.outputs - 1, context - 1]),
+    )
+
+
+def no_eagle() -> Eagle:
+    """Of a draft that is a language model, or none."""
+    nothing = np.zeros((0, 0), np.float32)
+    memory = np.zeros((0, 0, 0), np.float32)
+    return Eagle(
+        np.zeros(0, np.int64), nothing, nothing, nothing, memory, np.zeros((0, 0), np.uint8),
+        nothing, 0, 0, 0,
+    )  # fmt: skip
+
+
+def eagle_of(part: PackedEagle, cache: Any, workers: int, rows: int, state_width: int) -> Eagle:
+    """What an EAGLE-3 draft has beside its layer."""
+    fc, (norm, _) = describe(part.fc), part.norms
+    return Eagle(
+        fc=fc,
+        norms=np.stack(part.norms),
+        first=np.zeros((rows, round_up(2 * norm.size, UNIT)), np.float32),
+        features=cache.features.numpy(),
+        fused=aligned_zeros((workers, rows, round_up(int(fc[INPUTS]), UNIT)), np.float32),
+        encoded=aligned_zeros((workers, rows * int(fc[ROW_BYTES]))),
+        products=np.zeros((rows, round_up(part.fc.outputs, UNIT)), np.float32),
+        state_width=state_width,
+        num_features=part.fc.outputs,
+        residual_is_normed=int(part.residual_is_normed),
+    )

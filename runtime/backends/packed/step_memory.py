@@ -1,0 +1,147 @@
+"""What a compiled step reads and writes, and the constants of its parts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, types
+
+COMPILED = {"nogil": True, "cache": True, "error_model": "numpy"}
+GREEDY, SEQUOIA, TRAVERSAL = range(3)
+C, E, PROB, SCALE = range(4)
+"""The columns of `Step.residuals`: of R = max(p - c w - e, 0), a, and a / mass of R."""
+DRAFT, TARGET, ALL = 1, 2, 7
+"""The parts of a step that are run."""
+MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
+clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
+
+
+class Reader(NamedTuple):
+    """A model, and the memory of its passes in a step (see `forward`).
+
+    `visible` bool [rows, slots]; `logits` float32 [rows of a step, outputs]; `hidden` float32
+    [states, rows, width]; `last` int64 [2]: its last token and position.
+    """
+
+    model: Any
+    embedding: Any
+    x: Any
+    scratch: Any
+    rotary: Any
+    keys: Any
+    values: Any
+    tokens: Any
+    read_slots: Any
+    positions: Any
+    slots: Any
+    visible: Any
+    spans: Any
+    logits: Any
+    largest: Any
+    best: Any
+    hidden: Any
+    layers: Any
+    vocabulary: Any
+    last: Any
+
+
+class Eagle(NamedTuple):
+    """What an EAGLE-3 draft has beside its layer; `fc` int64 [0] if the draft is none.
+
+    `first` float32 [rows, inputs of the layer]; `features` float32 [slots, width]: of the token
+    before each slot; `norms` float32 [2, width]: of embeddings and features; `fused` float32
+    [workers, nodes of a path, inputs of `fc`], `encoded` and `products`: of `fuse`.
+    """
+
+    fc: Any
+    norms: Any
+    first: Any
+    features: Any
+    fused: Any
+    encoded: Any
+    products: Any
+    state_width: Any
+    num_features: Any
+    residual_is_normed: Any
+
+
+class Tree(NamedTuple):
+    """A tree's structure, int64 [nodes] each; `parents[0]` is -1.
+
+    `looked_up`: 1 where a node's token is; `rows`: of an inner node, its place among these;
+    `inner`: the inner nodes in order; `passes` int64 [passes, 4]: the first of the pass's parents
+    in `inner`, how many, draws of each, and tokens that the pass reads.
+    """
+
+    parents: Any
+    levels: Any
+    first_child: Any
+    num_children: Any
+    looked_up: Any
+    rows: Any
+    inner: Any
+    passes: Any
+    depth: Any
+    branching: Any
+
+
+class Step(NamedTuple):
+    """All that steps of a decoder read and write. Memory is as `SequenceState` has it.
+
+    `own_tokens` int64 [nodes]: of drawn nodes, their number in the draft's vocabulary; `masses`
+    float64 [nodes]: the weight of what was not drawn before a node; `sums`, `memory`: each worker's
+    own; `probs` float32 [nodes, vocabulary]; `t2d` int64 [vocabulary], -1 for tokens that the draft
+    lacks, `d2t` int64 [draft vocabulary]: both [0] if the vocabularies are the same; `output` int64
+    [2 + 2 * nodes]: a step's numbers, as `TreeStep.commit` returns them.
+    """
+
+    target: Any
+    draft: Any
+    eagle: Any
+    tokens: Any
+    length: Any
+    chain: Any
+    bits: Any
+    uniforms: Any
+    path: Any
+    own_tokens: Any
+    masses: Any
+    residuals: Any
+    sums: Any
+    memory: Any
+    probs: Any
+    t2d: Any
+    d2t: Any
+    output: Any
+    times: Any
+
+
+@njit(**COMPILED)
+def note_time(worker, step, place):
+    """Note the time, in seconds."""
+    if worker == 0:
+        memory = np.empty(2, np.int64)
+        clock_gettime(MONOTONIC, memory.ctypes)
+        step.times[place] = memory[0] + 1e-9 * memory[1]
+
+
+@njit(**COMPILED)
+def largest_in(reader, row):
+    """A row's largest logit; NaN if one is NaN."""
+    largest = reader.largest[0, row]
+    for worker in range(1, reader.largest.shape[0]):
+        other = reader.largest[worker, row]
+        if other > largest or other != other:
+            largest = other
+    return largest
+
+
+@njit(**COMPILED)
+def are_finite(reader, count):
+    """Are the logits of so many rows of the last pass finite?"""
+    num_finite = 0
+    for row in range(count):
+        num_finite += np.isfinite(largest_in(reader, row))
+    return num_finite == count

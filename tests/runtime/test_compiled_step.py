@@ -1,0 +1,157 @@
+"""Compiled steps against steps by parts, which are enumerated, on the same random numbers."""
+
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from scripted import token_probs_of_texts
+from toys import first_tokens
+
+from drafts import eagle3_parts, load, small_target, write
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.backends.packed import compiled_step
+from sequoia_plan.runtime.backends.packed.eagle import PackedEagle
+from sequoia_plan.runtime.backends.packed.packed_pass import Workers
+from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.captured_step import CapturedStep
+
+pytestmark = pytest.mark.slow
+
+PROMPT = torch.tensor([2, 1, 2, 0, 1, 2, 0, 1])
+BASE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
+SPINE = TokenTree(TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6]).parents, looks_up=True)
+FAMILY = TokenTree(
+    BASE.parents, by_match={1: SPINE, 3: TokenTree(TokenTree.chain(5).parents, looks_up=True)}
+)
+TREES = {"plain": TokenTree.chain(1), "one": BASE, "family": FAMILY}
+SAMPLINGS = [
+    Sampling(),
+    *(
+        Sampling(temperature, verifier=verifier, **filters)
+        for verifier in ("sequoia", "traversal")
+        for temperature, filters in [
+            (1.0, {}),
+            (0.3, {}),
+            (2.0, {"draft_temperature": 0.5}),
+            (0.8, {"top_p": 0.8}),
+            (1.5, {"top_k": 4, "min_p": 0.05}),
+        ]
+    ),
+]
+
+
+def small(seed, vocabulary):
+    """A model whose pass is compiled."""
+    return small_target(seed, vocabulary, hidden=32, head_dim=32)
+
+
+def pair(kind, vocabulary=12):
+    target = small(0, vocabulary)
+    if kind == "EAGLE-3":
+        parts = eagle3_parts(target, d2t=range(0, vocabulary, 2), head_dim=32)
+        with tempfile.TemporaryDirectory() as folder:
+            draft = load(write(Path(folder) / "draft", *parts), target)
+        draft.packed = PackedEagle(draft)
+        return target, draft
+    draft = small(5, vocabulary // 2 if kind == "part of the vocabulary" else vocabulary)
+    if kind == "part of the vocabulary":
+        draft.d2t = torch.arange(1, vocabulary, 2)
+    return target, None if kind == "none" else draft
+
+
+def outputs(decoder, seed, sampling, count=40):
+    return [
+        (step.path, step.tokens, step.match_length)
+        for step in decoder.steps(PROMPT, count, sampling, seed)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["language model", "part of the vocabulary", "EAGLE-3", "none"])
+def test_steps_are_those_of_tensors(kind, monkeypatch):
+    """Tokens, paths and matches; with one worker to three. The control swaps two rules."""
+    models = pair(kind)
+    trees = TREES if models[1] else {"plain": TREES["plain"]}
+    num_different = 0
+    for (name, tree), workers in zip(trees.items(), (1, 2, 3), strict=False):
+        decoder = SequoiaDecoder(*models, tree)
+        runner = decoder.step.target.backend.runner
+        runner.workers, runner.scratch_rows = Workers(workers), 0
+        for sampling in SAMPLINGS:
+            for seed in range(6):
+                ours = outputs(decoder, seed, sampling)
+                assert decoder.step.models.compiled_step is not None
+                with monkeypatch.context() as patch:
+                    patch.setattr(CapturedStep, "compiled", lambda *_: None)
+                    expected = outputs(decoder, seed, sampling)
+                assert ours == expected, (name, sampling, seed)
+                with monkeypatch.context() as patch:
+                    patch.setattr(compiled_step, "RULES", {"sequoia": 2, "traversal": 1})
+                    num_different += outputs(decoder, seed, sampling) != expected
+    assert num_different or kind == "none"
+
+
+@pytest.mark.parametrize("kind", ["language model", "EAGLE-3"])
+@pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
+def test_joint_law_of_two_tokens(kind, verifier, monkeypatch):
+    """Chi-square; in the control, path and bonus token share their random number."""
+    sampling, runs = Sampling(4.0, verifier=verifier), 20000
+    target, draft = pair(kind, 4)
+    decoder = SequoiaDecoder(target, draft, TokenTree.from_parents([-1, 0, 0, 1]))
+    prompt = PROMPT[:3].tolist()
+    expected = token_probs_of_texts(target, prompt, 2, sampling)
+    expected = expected.prod(-1).flatten() * runs
+
+    def p_value():
+        new = first_tokens(prompt, None, range(runs), None, 2, sampling, decoder)
+        observed = np.bincount(np.ravel_multi_index(new.T, [4, 4]), minlength=16)
+        return chisquare(observed, expected).pvalue
+
+    assert p_value() > 1e-3
+    refill = SequenceState.refill_random_numbers
+
+    def shared(sequence, count):
+        refill(sequence, count)
+        sequence.uniforms[1] = sequence.uniforms[0]
+
+    monkeypatch.setattr(SequenceState, "refill_random_numbers", shared)
+    assert p_value() < 1e-9
+
+
+def test_faults_leave_the_decoder_usable(monkeypatch):
+    """Logits that are not finite, an interrupt, an exception in a streamer, and two at once."""
+    target, draft = pair("language model")
+    decoders = [SequoiaDecoder(target, draft, tree) for tree in (BASE, FAMILY)]
+    runner = decoders[0].step.target.backend.runner
+    runner.workers, runner.scratch_rows = Workers(2), 0
+    expected = decoders[0].generate(PROMPT, 40).sequences
+
+    def interrupted(worker, *arguments):
+        if worker == 0:
+            raise KeyboardInterrupt
+        decode(worker, *arguments)
+
+    decode = compiled_step.decode
+    monkeypatch.setattr(compiled_step, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decoders[0].generate(PROMPT, 40)
+    monkeypatch.undo()
+    with pytest.raises(AttributeError):
+        decoders[0].generate(PROMPT, 40, streamer=object())
+    with ThreadPoolExecutor(2) as pool:
+        texts = pool.map(lambda i: decoders[i % 2].generate(PROMPT, 40).sequences, range(12))
+        assert all(text.equal(expected) for text in texts)
+    for model, role in ((draft, "draft"), (target, "target")):
+        weight = model.lm_head.weight.data
+        before = weight.clone()
+        weight[3] = torch.nan
+        decoders[0].refresh()
+        with pytest.raises(SequoiaPlanError, match=f"{role}: logits"):
+            decoders[0].generate(PROMPT, 40)
+        weight.copy_(before)
+        decoders[0].refresh()
+        assert decoders[0].generate(PROMPT, 40).sequences.equal(expected)
