@@ -12,6 +12,8 @@ MAX_LOSS = 0.02
 """What a text may lose against plain decoding in the long run, as a share of its time."""
 FIRST_BALANCE, MAX_BALANCE = 1.5, 5.0
 """Plain steps that a text may lose at its begin, and after it has gained any number of them."""
+CATCH_UP = 0.5
+"""Plain steps in which a draft reads what it missed, about: falling back costs as much."""
 LEAST_SPEEDUP = 1 / (1 + MAX_LOSS + FIRST_BALANCE / 64)
 """What is promised to a text of 64 tokens on which nothing is accepted."""
 
@@ -35,6 +37,8 @@ class State(NamedTuple):
         plan = tree.for_context(self.length).plan
         balance = self.balance + num_tokens * (1 + MAX_LOSS)
         balance -= self.planned_seconds(plan) / plan.plain_seconds if plan.plain_seconds else 1.0
+        if balance < 0 <= self.balance:
+            balance -= CATCH_UP
         return State(
             self.length + num_tokens, match_length, min(balance, max(MAX_BALANCE, self.balance))
         )

@@ -214,7 +214,7 @@ class TokenTree:
     def for_state(self, state: State) -> TokenTree:
         """The tree of a step before which a text is in this state."""
         if state.balance < 0:
-            return TokenTree.chain(1)
+            return NO_SPECULATION
         return self.for_context(state.length).for_match(state.match_length)
 
     def __eq__(self, other: object) -> bool:
@@ -284,3 +284,7 @@ def _read_only_int32(array: NDArray[Any]) -> IntArray:
     copied = array.astype(np.int32)
     copied.flags.writeable = False
     return copied
+
+
+NO_SPECULATION = TokenTree.chain(1)
+"""The tree of plain decoding."""
