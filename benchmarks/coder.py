@@ -39,7 +39,7 @@ from sequoia_plan.profiler.decoding_methods import (
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, load_pair
-from sequoia_plan.runtime.pair import CODER_DRAFT
+from sequoia_plan.runtime.pair import CODER_VOCABULARY
 
 PROMPTS = ROOT / "benchmarks" / "coder.jsonl"
 DRAFTINGS = (
@@ -75,7 +75,7 @@ def methods_of(options: argparse.Namespace, opened: ExitStack) -> dict[str, Deco
         sampling = replace(sampling, verifier="traversal" if options.temperature else "sequoia")
         methods["tree"] = sequoia_method(pair, load_tree(options.tree), sampling, tokens)
     if options.draft_tree:
-        for name, vocabulary in (("0.5B", None), ("0.5B, head cut", CODER_DRAFT)):
+        for name, vocabulary in (("0.5B", None), ("0.5B, head cut", CODER_VOCABULARY)):
             pair = load_pair(options.target, options.draft, draft_vocabulary=vocabulary)
             tree = load_tree(options.draft_tree)
             methods[f"tree, {name}"] = sequoia_method(pair, tree, sampling, tokens)
