@@ -72,11 +72,9 @@ def methods_of(options: argparse.Namespace, opened: ExitStack) -> dict[str, Deco
     tokens = options.tokens
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
     methods = {}
-    pair = load_pair(options.target)
+    pair = load_pair(options.target, "none")
     methods[PLAIN] = sequoia_method(pair, TokenTree.from_parents([-1]), sampling, tokens)
-    if options.tree:
-        sampling = replace(sampling, verifier="traversal" if options.temperature else "sequoia")
-        methods["tree"] = sequoia_method(pair, load_tree(options.tree), sampling, tokens)
+    sampling = replace(sampling, verifier="traversal" if options.temperature else "sequoia")
     if options.draft_tree:
         for name, vocabulary in (("0.5B", None), ("0.5B, head cut", CODER_VOCABULARY)):
             pair = load_pair(options.target, options.draft, draft_vocabulary=vocabulary)
@@ -140,7 +138,6 @@ def main() -> None:
     )
     parser.add_argument("target")
     parser.add_argument("draft")
-    parser.add_argument("--tree", help="for our draft")
     parser.add_argument("--draft-tree", help="for the 0.5B")
     parser.add_argument("--llamacpp", type=Path, metavar="FOLDER", help="of llama-server")
     parser.add_argument("--transformers", action="store_true")
@@ -153,7 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     prompts = chosen_prompts(options.limit)
-    tokenizer = load_pair(options.target).tokenizer
+    tokenizer = load_pair(options.target, "none").tokenizer
     ids = [encode(tokenizer, prompt.text) for prompt in prompts]
     journal = options.output.with_suffix(".journal")
     with ExitStack() as opened:
