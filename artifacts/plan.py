@@ -37,13 +37,10 @@ class MatchPlan(Artifact, frozen=True):
     acceptance: Annotated[Acceptance, "as `plan.acceptance`, of this class and of its tree"]
     expected_tokens: Annotated[TokensPerStep, "tokens that such a step yields on average"]
     step_seconds: Annotated[
-        Seconds, "predicted duration of such a step, `catch_up_seconds` included"
+        Seconds,
+        "predicted duration of such a step, with what the draft then takes, on average, to read "
+        "tokens that it left unread",
     ]
-    catch_up_seconds: Annotated[
-        Number,
-        "seconds that the draft then takes, on average, to read tokens that such a step left "
-        "unread, because their spine was looked up or the next step has another tree",
-    ] = 0.0
 
 
 class Plan(Artifact, frozen=True, kw_only=True):
@@ -151,6 +148,13 @@ class Plan(Artifact, frozen=True, kw_only=True):
         "the same for prompts of a kind that the profile did not measure; missing where its "
         "prompts named too few kinds",
     ] = None
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Planned duration of a step without a tree; None where the plan predicts no times."""
+        if not (self.predicted_speedup and self.step_seconds and self.expected_tokens):
+            return None
+        return self.predicted_speedup * self.step_seconds / self.expected_tokens
 
     @property
     def gap(self) -> float | None:

@@ -1,48 +1,25 @@
 """What a plan predicts for a tree: expected tokens, seconds of a step, speed-up."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.artifacts.plan import MatchPlan, Plan
+from sequoia_plan.artifacts.plan import Plan
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree import TokenTree
 
 
-class TreePrediction(NamedTuple):
-    """Predictions for a tree, named like the fields of its plan. None: the measurements lack it."""
-
-    expected_tokens: float | None = None
-    step_seconds: float | None = None
-    predicted_speedup: float | None = None
-
-
-def predict(
-    tree: TokenTree, acceptance: Acceptance | None, times: StepTime | None
-) -> TreePrediction:
-    """Predict expected tokens, step time and speed-up."""
-    tokens = expected_tokens(tree, acceptance.rates) if acceptance else None
+def predict(tree: TokenTree, acceptance: Acceptance, times: StepTime | None) -> dict[str, float]:
+    """Expected tokens and, where times are known, step time and speed-up, as a plan names them."""
+    tokens = expected_tokens(tree, acceptance.rates)
     step = times.step_seconds(tree) if times else math.inf
     if times is None or not math.isfinite(step):
-        return TreePrediction(tokens)
-    speedup = tokens * times.plain_seconds() / step if tokens is not None else None
-    return TreePrediction(tokens, step, speedup)
-
-
-def predict_portfolio(by_match: Sequence[MatchPlan], times: StepTime) -> TreePrediction:
-    """Predict the figures of trees by match together.
-
-    A step of match class c is the share w_c of all steps. In the long run a step yields sum of
-    w_c F(T_c) tokens and takes sum of w_c t(T_c) seconds, in which the draft may have to catch up
-    with tokens that it has not read.
-    """
-    total_share = math.fsum(part.share for part in by_match)
-    tokens = math.fsum(part.share * part.expected_tokens for part in by_match) / total_share
-    seconds = math.fsum(part.share * part.step_seconds for part in by_match) / total_share
-    return TreePrediction(tokens, seconds, tokens * times.plain_seconds() / seconds)
+        return {"expected_tokens": tokens}
+    speedup = tokens * times.plain_seconds() / step
+    return {"expected_tokens": tokens, "step_seconds": step, "predicted_speedup": speedup}
 
 
 def prediction_for(
@@ -64,9 +41,8 @@ def prediction_for(
         return Prediction()
     times = StepTime.from_measured(plan, looks_up=bool(plan.by_match))
     if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
-        tokens, _, speedup = predict(tree, plan.acceptance, times)
-    elif tree.by_match:
-        tokens, _, speedup = predict_portfolio(plan.by_match, times)
-    else:  # its acceptance is known for texts without a match only
-        return Prediction()
-    return Prediction(tokens, speedup)
+        figures = predict(tree, plan.acceptance, times)
+        return Prediction(figures["expected_tokens"], figures.get("predicted_speedup"))
+    if tree.by_match:
+        return Prediction(plan.expected_tokens, plan.predicted_speedup)
+    return Prediction()  # its acceptance is known for texts without a match only

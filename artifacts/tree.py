@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.plan import NO_PLAN, Plan
+from sequoia_plan.artifacts.state import State
 
 IntArray = NDArray[np.int32]
 
@@ -210,6 +211,12 @@ class TokenTree:
         """The tree for a text whose longest repeated suffix has so many tokens."""
         return _last_reached(self.portfolio, match_length)
 
+    def for_state(self, state: State) -> TokenTree:
+        """The tree of a step before which a text is in this state."""
+        if state.balance < 0:
+            return NO_SPECULATION
+        return self.for_context(state.length).for_match(state.match_length)
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TokenTree)
@@ -277,3 +284,7 @@ def _read_only_int32(array: NDArray[Any]) -> IntArray:
     copied = array.astype(np.int32)
     copied.flags.writeable = False
     return copied
+
+
+NO_SPECULATION = TokenTree.chain(1)
+"""The tree of plain decoding."""

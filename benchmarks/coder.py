@@ -1,8 +1,8 @@
 """Trees for Qwen2.5-Coder 1.5B beside llama.cpp and transformers, prompt by prompt in one run.
 
     make coder    # fetches the files, profiles and solves
-    python benchmarks/coder.py TARGET.gguf DRAFT.gguf --tree build/coder/tree.safetensors \
-        --draft-tree build/coder/draft-tree.safetensors --llamacpp .llamacpp/bin
+    python benchmarks/coder.py TARGET.gguf DRAFT.gguf --draft-tree build/coder/tree.safetensors \
+        --llamacpp .llamacpp/bin
 
 All methods decode a prompt before the next one begins. Rates are of the tokens after the first one:
 a prompt's pass is not counted. A killed run goes on from its journal.
@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import with_tables
 from reports import spread, write_report
 from results import RESULTS, ROOT
 
 from sequoia_plan.artifacts import TokenTree, load_tree
+from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.artifacts.prompts import Prompt, by_kind, load
 from sequoia_plan.engines.llama_server import Server, find_build
@@ -39,8 +41,9 @@ from sequoia_plan.profiler.decoding_methods import (
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, load_pair
-from sequoia_plan.runtime.pair import CODER_DRAFT
+from sequoia_plan.runtime.pair import CODER_VOCABULARY
 
+PAGE = ROOT / "docs" / "sizes.md"
 PROMPTS = ROOT / "benchmarks" / "coder.jsonl"
 DRAFTINGS = (
     NONE,
@@ -75,7 +78,7 @@ def methods_of(options: argparse.Namespace, opened: ExitStack) -> dict[str, Deco
         sampling = replace(sampling, verifier="traversal" if options.temperature else "sequoia")
         methods["tree"] = sequoia_method(pair, load_tree(options.tree), sampling, tokens)
     if options.draft_tree:
-        for name, vocabulary in (("0.5B", None), ("0.5B, head cut", CODER_DRAFT)):
+        for name, vocabulary in (("0.5B", None), ("0.5B, head cut", CODER_VOCABULARY)):
             pair = load_pair(options.target, options.draft, draft_vocabulary=vocabulary)
             tree = load_tree(options.draft_tree)
             methods[f"tree, {name}"] = sequoia_method(pair, tree, sampling, tokens)
@@ -170,6 +173,8 @@ def main() -> None:
         "methods": {kind or "all": figures(runs, prompts, kind) for kind in kinds},
     }
     write_report(options.output, report)
+    if options.output.parent == RESULTS:
+        write_atomically(PAGE, with_tables(PAGE.read_text(), RESULTS).encode())
     journal.unlink(missing_ok=True)
 
 

@@ -67,9 +67,9 @@ class VerificationTimer:
     def __init__(
         self, step: CapturedStep, sampling: Sampling, prompt: Tensor, looks_up: bool = False
     ) -> None:
-        by_match = {1: TokenTree(TokenTree.chain(8).parents, looks_up=True)} if looks_up else {}
-        portfolio = TokenTree(step.tree.parents, by_match=by_match)
-        self.step = step = StepWithoutPasses(step.models, step.tree, portfolio)
+        by_match = {1: TokenTree(TokenTree.chain(8).parents, looks_up=True)}
+        family = TokenTree(step.tree.parents, by_match=by_match) if looks_up else None
+        self.step = step = StepWithoutPasses(step.models, step.tree, family)
         step.prefill(prompt, step.tree.depth, seed=0)
         self.sampling, self.length = sampling, step.sequence.length.clone()
         extent = step.extent(prompt.numel() - 1)

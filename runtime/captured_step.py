@@ -32,9 +32,9 @@ CATCH_UP_TOKENS = 64
 class StepOutput:
     """What one step accepted: nodes of its tree from the root on, and the token after each.
 
-    `match_length` is that of the text's lookup match after the step; 0 with a single tree. If the
-    sequence `keeps_logits`: `logits` and `processed_logits` [accepted, vocabulary], the target's
-    after the nodes of the path, before and after the text's logits processors.
+    `match_length` is that of the text's lookup match after the step; 0 without trees by match. If
+    the sequence `keeps_logits`: `logits` and `processed_logits` [accepted, vocabulary], those of
+    the target after the nodes of the path, before and after the text's logits processors.
     """
 
     path: list[int]
@@ -113,7 +113,7 @@ class CapturedStep(TreeStep):
     def launches_ahead(self) -> bool:
         """Can the next step be launched before this one, which may choose its tree, is read?"""
         captures = self.device.type == "cuda" and self.models.graphs is not None
-        return captures and not self.lookup and not self.runs_by_parts
+        return captures and not self.alternates and not self.runs_by_parts
 
     @property
     def runs_by_parts(self) -> bool:
@@ -127,7 +127,7 @@ class CapturedStep(TreeStep):
         logits were not finite.
         """
         extent = self.extent(length)
-        if self.drafter and self.lookup:
+        if self.drafter and self.alternates:
             catch_up(self.drafter, self.sequence, self.tree, length, extent)
         self.refill_random_numbers(sampling)
         fits = extent <= self.sequence.target.capacity
@@ -165,8 +165,9 @@ class CapturedStep(TreeStep):
         if self.sequence.path_logits:
             self.sequence.path_logits.check(path, length)
             self.sequence.path_logits.commit(tokens)
-        if self.lookup:
+        if self.alternates:
             note_accepted(self.sequence, self.tree, path)
+        if self.lookup:
             match_length = numbers[-1]
         rows = [logits[path] for logits in self.logits] if self.sequence.keeps_logits else []
         return StepOutput(path, tokens, self.tree, match_length, *rows)

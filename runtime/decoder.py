@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.artifacts.state import FIRST_BALANCE, State
 from sequoia_plan.runtime.base.path_logits import PathLogits
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
@@ -27,6 +29,7 @@ from sequoia_plan.runtime.generation import (
 )
 from sequoia_plan.runtime.grammar import Grammar
 from sequoia_plan.runtime.logits_processors import LogitsProcessors, split_at_warpers
+from sequoia_plan.runtime.pace import MAX_CONTEXTS, note_pace
 from sequoia_plan.runtime.session import Session
 
 
@@ -92,9 +95,16 @@ class SequoiaDecoder:
         return decoder
 
     def _use(self, models: DecodingModels, tree: TokenTree) -> None:
-        """Decode with `tree`, and with the trees that take its place by match and by context."""
-        self.step_of_tree = {t: CapturedStep(models, t, tree) for t in tree.all_trees}
-        self.step = self.step_of_tree[tree]
+        """Decode with `tree`, and with the trees that take its place in other states of a text."""
+        trees = set(tree.all_trees)
+        # a step that is launched before the last one was read cannot depend on that
+        is_read_first = len(trees) > 1 or models.graphs is None
+        is_fast = tree.plan.objective == "speed" and tree.plan.plain_seconds is not None
+        self.falls_back = is_fast and is_read_first
+        trees |= {TokenTree.chain(1)} if self.falls_back else set()
+        family = tree if len(trees) > 1 else None
+        self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
+        self.step, self.pace = self.step_of_tree[tree], list[float]()
         stream, latency = models.target.stream, tree.plan.latency
         if stream and latency and latency.stream:
             stream.keep_most_chosen(latency.stream.expert_counts)
@@ -253,9 +263,9 @@ class SequoiaDecoder:
 
         From the first step to the last, or until the iterator is closed, other threads wait for the
         decoder. The tree never shrinks: near the end of the context, nodes beyond it are cut off
-        the result. With trees by match or by context, the committed text decides before each step
-        which of them runs. With `launches_ahead`, a step that is needed in any case is launched
-        before the tokens of the step before it are read.
+        the result. Before each step, the state of the committed text decides which tree runs. With
+        `launches_ahead`, a step that is needed in any case is launched before the tokens of the
+        step before it are read.
 
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
@@ -267,17 +277,29 @@ class SequoiaDecoder:
             seed = 0 if sampling.greedy else seed
             step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
             length = prompt.numel() - 1
-            if step.lookup:
-                step = self.step_of_tree[tree.for_context(length).for_match(int(step.look_up()))]
+            match_length = int(step.look_up()) if step.lookup else 0
+            state = State(length, match_length, FIRST_BALANCE if self.falls_back else math.inf)
+            step = self.step_of_tree[tree.for_state(state)]
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
+                started = time.perf_counter()
                 read_output = launched or step.launch(length, sampling)
                 max_length, launched = length + step.tree.depth, None
                 if step.launches_ahead and max_length < end:
                     launched = step.launch(max_length, sampling)
                 output = read_output(length)
+                if not (step.launches_ahead or step.runs_by_parts):
+                    self._note_pace(state, time.perf_counter() - started)
                 length += len(output.tokens)
                 sequence.num_read = length
                 yield output
-                step = self.step_of_tree[tree.for_context(length).for_match(output.match_length)]
+                state = state.after_step(tree, len(output.tokens), output.match_length)
+                step = self.step_of_tree[tree.for_state(state)]
+
+    def _note_pace(self, state: State, seconds: float) -> None:
+        """Compare the seconds of a step with those that its plan has for this state."""
+        plan = self.step.tree.for_context(state.length).plan
+        planned = state.planned_seconds(plan)
+        if planned and plan.latency and state.length <= MAX_CONTEXTS * plan.latency.context:
+            note_pace(self.pace, seconds / planned)

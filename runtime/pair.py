@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
@@ -15,7 +16,7 @@ from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, INT8, PLACEMENTS, RESIDENT
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sampling import not_followed
-from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
+from sequoia_plan.runtime.draft.checkpoint import EAGLE3, Checkpoint, errors_of, find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
@@ -24,25 +25,19 @@ from sequoia_plan.runtime.models.architecture import context_length, rope_reason
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.gguf import is_gguf
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
-from sequoia_plan.runtime.models.pretrained import DEFAULT_TARGET, find_model, name_of
+from sequoia_plan.runtime.models.pretrained import find_model, name_of
 from sequoia_plan.runtime.models.vocabulary import common_tokens, shared_vocabulary
 
 LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
 
 DEFAULT_DRAFT, LANGUAGE_MODEL = "smollm2-135m-eagle3", "smollm2-135m-draft"
-CODER_DRAFT = "qwen2.5-coder-1.5b-eagle3"
-EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL, CODER_DRAFT)
-"""Two of the embedded target, an EAGLE-3 draft and a language model of two layers, and one of
-Qwen2.5-Coder-1.5B-Instruct."""
-DRAFTS_OF = {"cc324af070c2ecbfd324a30884d2f951": CODER_DRAFT}
-"""By the begin of the SHA-256 of a target's file."""
+EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL)
+"""Drafts of the embedded target: an EAGLE-3 draft, and a language model of two layers."""
+CODER_VOCABULARY = "qwen2.5-coder-vocabulary"
+"""As a draft vocabulary: what Qwen2.5-Coder 1.5B writes most about code, and in chat in English."""
 NO_DRAFT = "none"
 """As a draft's name: decode with trees whose spine is looked up, and that draft nothing."""
-NAME_A_DRAFT = (
-    f"name a draft for it with --draft, or use --draft {INT8} (the embedded drafts serve other "
-    "targets)"
-)
 WEIGHTS_PACKAGE = "sequoia-plan-drafts"
 ROUNDING_TEXTS = 8
 """Built-in prompts on which the cost of `bits` is measured."""
@@ -112,8 +107,9 @@ def load_pair(
         bits: 8 or 4: the target's matrices are rounded to so many bits, in groups of 32 inputs (the
             output head to 8), and a remark says what that costs. The target is then this rounded
             model. Only for a target that is compiled, and is not a GGUF file in its own bits.
-        draft_vocabulary: an EAGLE-3 draft, as `draft` names it: the tokens that it covers are all
-            that `draft`, a compiled language model, proposes. The head is a third of a small one.
+        draft_vocabulary: an EAGLE-3 draft, as `draft` names it, a .safetensors file with its
+            tensor `d2t`, or `CODER_VOCABULARY`: the tokens that it covers are all that `draft`, a
+            compiled language model, proposes. The output head is a third of a small one.
         on_bytes: called while weights are packed, with the bytes so far and all.
 
     Raises:
@@ -184,7 +180,7 @@ def add_draft(
     if draft == NO_DRAFT:
         return pair
     target, remarks = pair.target, pair.remarks
-    source = draft or _draft_of(target)
+    source = draft or DEFAULT_DRAFT
     source = str(embedded_draft(source)) if source in EMBEDDED_DRAFTS else source
     name = name_of(source)
     model: Any
@@ -226,24 +222,20 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
     pair.tokenizer.save_pretrained(folder)
 
 
-def _draft_of(target: LoadedModel) -> str:
-    """The embedded draft that was made for a target; SequoiaPlanError if there is none."""
-    if target.name == DEFAULT_TARGET:
-        return DEFAULT_DRAFT
-    metadata = target.metadata()
-    draft = DRAFTS_OF.get(f"{metadata['digest']}{metadata['content']}")
-    if draft is None:
-        raise ArgumentError(f"target {target.name}: {NAME_A_DRAFT}")
-    return draft
-
-
-def _tokens_of(draft: str, target: LoadedModel) -> Tensor:
-    """int64 [n]: the target's tokens that an EAGLE-3 draft covers."""
-    checkpoint = find_checkpoint(str(embedded_draft(draft)) if draft in EMBEDDED_DRAFTS else draft)
+def _tokens_of(source: str, target: LoadedModel) -> Tensor:
+    """int64 [n]: the target's tokens that an EAGLE-3 draft, or a file with its `d2t`, covers."""
+    if source in (CODER_VOCABULARY, *EMBEDDED_DRAFTS):
+        source = str(embedded_draft(source))
+    checkpoint: Checkpoint | None = None
+    if source.endswith(".safetensors"):
+        with errors_of(source):
+            checkpoint = Checkpoint(source, EAGLE3, {}, load_file(source))
+    else:
+        checkpoint = find_checkpoint(source)
     d2t = d2t_of(checkpoint, target) if checkpoint else None
     if d2t is None:
         raise ArgumentError(
-            f"draft vocabulary {draft}: expected an EAGLE-3 draft that covers a part of its "
+            f"draft vocabulary {source}: expected an EAGLE-3 draft that covers a part of its "
             "target's vocabulary (its file has a tensor d2t)"
         )
     return d2t
@@ -258,7 +250,7 @@ def embedded_draft(name: str) -> Path:
             "installed: pip install ./drafts in a clone of sequoia-plan"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
-    return folder / (f"{name}.safetensors" if name == LANGUAGE_MODEL else name)
+    return folder / (name if name == DEFAULT_DRAFT else f"{name}.safetensors")
 
 
 def _check_arguments(
@@ -270,8 +262,11 @@ def _check_arguments(
 ) -> None:
     """Raise ArgumentError for arguments of `load_pair` that are invalid or contradictory."""
     links = " or ".join(LINKS)
-    if draft is None and target is not None and not is_gguf(target):
-        raise ArgumentError(f"target {target}: {NAME_A_DRAFT}")
+    if draft is None and target is not None:
+        raise ArgumentError(
+            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
+            "embedded draft serves only the embedded target)"
+        )
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ArgumentError(
             "device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch"

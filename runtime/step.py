@@ -25,11 +25,11 @@ class TreeStep:
     Calling it drafts a tree, runs one target pass over it, verifies it and commits the accepted
     path. Each of the four parts is a method of its own, and nothing in them depends on values that
     the host must read, unless the text has logits processors. Steps with the same models share a
-    sequence. `portfolio` is the tree that `tree` takes the place of, if any.
+    sequence. `family` is the tree that `tree` takes the place of, if steps have several.
     """
 
     def __init__(
-        self, models: DecodingModels, tree: TokenTree, portfolio: TokenTree | None = None
+        self, models: DecodingModels, tree: TokenTree, family: TokenTree | None = None
     ) -> None:
         models.check_tree(tree)
         self.models, self.tree, self.device = models, tree, models.device
@@ -39,7 +39,8 @@ class TreeStep:
         drafter = self.drafter
         self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
         self.num_parents = sum(draft_pass.num_parents for draft_pass in self.passes)
-        self.lookup = Lookup.of(portfolio or tree)
+        self.alternates = family is not None
+        self.lookup = Lookup.of(family or tree)
         self.verifier = TreeVerifier(tree, self.device, drafter.d2t if drafter else None)
 
     @torch.no_grad()
@@ -142,7 +143,7 @@ class TreeStep:
         if self.tree.size > 1:
             sequence.target.roll_back(accepted.count)
         count = accepted.count
-        if self.drafter and (self.passes or self.lookup):
+        if self.drafter and (self.passes or self.alternates):
             self.drafter.commit(sequence, accepted.path)
             count = count.where(sequence.draft.finite, DRAFT_NOT_FINITE)
         sequence.tokens.index_copy_(0, length + 1 + places, added)

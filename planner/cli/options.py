@@ -185,9 +185,10 @@ model_options = options(
         ),
         draft_vocabulary=click.option(
             "--draft-vocabulary",
-            metavar="ID|DIR",
+            metavar="ID|DIR|FILE",
             type=NAME,
-            help="An EAGLE-3 draft: the tokens that it covers are all that a compiled language "
+            help="An EAGLE-3 draft, a .safetensors file with its tensor d2t, or "
+            "qwen2.5-coder-vocabulary: the tokens that it covers are all that a compiled language "
             "model as draft proposes, so that its passes take less time. [default: all tokens]",
         ),
         offload=click.option(

@@ -14,6 +14,7 @@ from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
 from sequoia_plan.artifacts.processor import processor_name, usable_cores
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.promise import MIN_KINDS
+from sequoia_plan.artifacts.state import MAX_LOSS
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -115,11 +116,10 @@ def _describe_machine(plan: Plan) -> Iterator[str]:
         yield _line("machine", text)
 
 
-def describe_by_match(tree: TokenTree) -> Iterator[str]:
-    """Yields a line for each class of match: its share of steps and its tree.
+def describe_states(tree: TokenTree) -> Iterator[str]:
+    """Yields a line for each state of a text that has a tree of its own: share, tree and times.
 
-    The match of a text is its longest suffix that occurs earlier in it. It yields nothing where
-    all classes have one tree.
+    The match of a text is its longest suffix that occurs earlier in it.
     """
     for part in tree.plan.by_match if tree.by_match else ():
         class_tree = tree.for_match(part.match_length)
@@ -133,12 +133,18 @@ def describe_by_match(tree: TokenTree) -> Iterator[str]:
             f"{class_tree.depth}, {part.expected_tokens:.3f} tokens a step, "
             f"{part.step_seconds * 1000:.1f} ms",
         )
+    if tree.plan.plain_seconds and (tree.size > 1 or tree.by_match):
+        yield _line(
+            "slower than plain",
+            f"no tree until that is made up for: 1 token, {tree.plan.plain_seconds * 1000:.1f} ms; "
+            f"a long text loses {MAX_LOSS:.0%} at most",
+        )
 
 
 def describe(tree: TokenTree) -> Iterator[str]:
     """Yields lines on what a tree promises, its trees by match, and those by context."""
     yield from describe_prediction(tree.plan)
-    yield from describe_by_match(tree)
+    yield from describe_states(tree)
     for start, other in tree.by_context.items():
         yield _line(f"texts of {start}+ tokens", str(other))
         for line in describe(other):

@@ -10,6 +10,7 @@ from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval
 from sequoia_plan.artifacts.promise import MIN_PROMPTS, Values, interval_of_new_kind, promise
+from sequoia_plan.artifacts.state import LEAST_SPEEDUP
 from sequoia_plan.artifacts.step_time import StepTime
 
 MORE_TRIALS = 50
@@ -17,7 +18,17 @@ MORE_TRIALS = 50
 
 
 def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
-    """The figures of a plan over prompts, from tokens a step and speed-up of each, if known."""
+    """The figures of a plan over prompts, from tokens a step and speed-up of each, if known.
+
+    No speed-up is below `LEAST_SPEEDUP`, because a text falls back to plain decoding.
+    """
+    speedups = {
+        kind: tuple(np.maximum(part, LEAST_SPEEDUP).tolist()) for kind, part in speedups.items()
+    }
+
+    def bounded(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+        """The ends of a speed-up's interval, none below the least one."""
+        return ends and (max(ends[0], LEAST_SPEEDUP), max(ends[1], LEAST_SPEEDUP))
 
     def promised(values: Values) -> tuple[Any, Any]:
         """The promise for as many prompts as were profiled; of few of many kinds, as if of one."""
@@ -30,15 +41,15 @@ def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
         return promise(values, names) if names else (None, None)
 
     median, speedup_ends = promised(speedups)
-    ends = promised(tokens)[1], speedup_ends
-    new_kind = interval_of_new_kind(tokens), interval_of_new_kind(speedups)
+    ends = promised(tokens)[1], bounded(speedup_ends)
+    new_kind = interval_of_new_kind(tokens), bounded(interval_of_new_kind(speedups))
     by_kind = {kind: promise(speedups, [kind] * len(s)) for kind, s in speedups.items()}
     by_kind.pop(ALL_KINDS, None)
     return {
         "text_speedups": speedups,
         "median_speedup": median,
         "speedup_by_kind": {kind: middle for kind, (middle, _) in by_kind.items()},
-        "interval_by_kind": {kind: pair for kind, (_, pair) in by_kind.items() if pair},
+        "interval_by_kind": {k: bounded(pair) for k, (_, pair) in by_kind.items() if pair},
         "interval": Interval(0.95, *ends) if any(ends) else None,
         "interval_new_kind": Interval(0.95, *new_kind) if any(new_kind) else None,
     }

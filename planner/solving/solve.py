@@ -174,7 +174,7 @@ def _fastest_tree(profile: Profile, problem: SpeedProblem) -> tuple[TokenTree, d
 def _tree_figures(tree: TokenTree, profile: Profile, times: StepTime | None) -> dict[str, Any]:
     """The predictions and intervals of a single tree, as its plan names them."""
     return {
-        **predict(tree, profile.acceptance, times)._asdict(),
+        **predict(tree, profile.acceptance, times),
         "acceptance": profile.acceptance.without_counts(),
         **single_tree_figures(tree, profile, times),
     }

@@ -24,12 +24,11 @@ class Lookup(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree) -> Lookup | None:
-        """What `tree` and the trees in its place need; None for a single tree."""
-        trees = tree.all_trees
-        if len(trees) == 1:
+        """What `tree` and the trees in its place need; None without trees by match."""
+        matches = [length for t in (tree, *tree.by_context.values()) for length in t.by_match]
+        if not matches:
             return None
-        spines = [int((t.classes == 0).sum()) - 1 for t in trees if t.looks_up]
-        matches = (length for t in trees for length in t.by_match)
+        spines = [int((t.classes == 0).sum()) - 1 for t in tree.all_trees if t.looks_up]
         return cls(max([MAX_MATCH, *matches]), max([1, *spines]))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from enumeration import continued, outcomes, without_replacement
 
+from sequoia_plan.artifacts.state import FIRST_BALANCE, State
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
 from sequoia_plan.runtime.verify.residual import without_looked_up
@@ -80,18 +81,46 @@ def token_probs_of_texts(target, prompt, length, sampling):
     return probs.reshape(*[vocabulary] * length, length).numpy()
 
 
-@torch.inference_mode()
 def error_of_a_step(decoder, prompt, sampling, expected=None):
     """The largest difference between the distribution of the first tokens and the target's.
 
     The target is `expected`, if it is another one than the decoder's. There are as many tokens as
-    the tree has levels. With trees by match, the prompt decides which
-    tree the step has.
+    the tree has levels. The prompt decides which tree the step has.
     """
+    state, chances = chances_of_a_step(decoder, prompt, sampling)
+    target = expected or decoder.step.target.module
+    length = decoder.step.tree.for_state(state).depth
+    token_probs = token_probs_of_texts(target, prompt, length, sampling)
+    return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
+
+
+def error_of_steps(decoder, prompt, sampling, length, twin=None):
+    """The same of `length` tokens of as many steps as that takes, each with the tree of its state.
+
+    `twin` takes a state and a step's drafted tokens and gives the state that chooses its tree.
+    """
+    tree, open_texts, chances = decoder.step.tree, Counter({((), FIRST_BALANCE): 1.0}), Counter()
+    while open_texts:
+        (text, balance), probability = open_texts.popitem()
+        if len(text) >= length:
+            chances[text[:length]] += probability
+            continue
+        whole = [*prompt, *text]
+        state, of_step = chances_of_a_step(decoder, whole, sampling, balance, twin)
+        for said, chance in of_step.items():
+            following = state.after_step(tree, len(said), 0).balance
+            open_texts[(*text, *said), following] += probability * chance
+    token_probs = token_probs_of_texts(decoder.step.target.module, prompt, length, sampling)
+    return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
+
+
+@torch.inference_mode()
+def chances_of_a_step(decoder, prompt, sampling, balance=FIRST_BALANCE, twin=None):
+    """The state after the prompt, and how probably a step puts out which tokens there."""
     step, script = decoder.step, sampling.script
-    step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.portfolio.values()), 0)
-    if step.lookup:
-        step = decoder.step_of_tree[step.tree.for_match(int(step.look_up()))]
+    step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.all_trees), 0)
+    state = State(len(prompt) - 1, int(step.look_up()) if step.lookup else 0, balance)
+    step = decoder.step_of_tree[step.tree.for_state(state)]
     tree, vocabulary = step.tree, step.target.module.config.vocab_size
     step.refill_random_numbers(sampling)
     covered, chances = step.drafter.d2t if step.drafter else None, Counter()
@@ -100,6 +129,10 @@ def error_of_a_step(decoder, prompt, sampling, expected=None):
         logits = step.process_target(step.forward_target(64))
         tokens = step.sequence.tokens[len(prompt) - 1 : len(prompt) - 1 + tree.size].tolist()
         p = sampling.target_probs(logits).double()
+        if tree.size == 1 or (twin and twin(state, tokens[1:]).balance < 0):
+            for token, probability in enumerate(p[0].tolist()):
+                chances[token,] += script.chance * probability
+            continue
         draft_probs, drawn, options, bonus_probs = drafted.draft_probs, drafted.drawn, {}, p
         if tree.looks_up:
             draft_probs, drawn = step.verifier.with_undrafted_rows(draft_probs, drawn, vocabulary)
@@ -114,6 +147,4 @@ def error_of_a_step(decoder, prompt, sampling, expected=None):
         for said, probability in outcomes(acceptance, *verified):
             chances[said] += script.chance * probability
     assert abs(sum(chances.values()) - 1) < 1e-5
-    target = expected or step.target.module
-    token_probs = token_probs_of_texts(target, prompt, tree.depth, sampling)
-    return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
+    return state, chances

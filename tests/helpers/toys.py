@@ -9,12 +9,13 @@ or compaction changes the law.
 """
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import Plan, TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
 from sequoia_plan.runtime.backends import loaded
 
@@ -28,6 +29,14 @@ SMALL_TREES = {
 }
 """Small enough to enumerate every draw."""
 PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
+
+
+def planned(tree, cost):
+    """The tree with a plan by which its steps take so many times as long as plain ones."""
+    plan = Plan(
+        objective="speed", expected_tokens=1.0, step_seconds=cost, predicted_speedup=1 / cost
+    )
+    return replace(tree, plan=plan)
 
 
 class ToyModel(torch.nn.Module):

@@ -337,6 +337,8 @@ def test_only_the_tree_under_test_is_predicted_by_kind(models, tmp_path):
         by_match=tuple(MatchPlan(length, 0.5, acceptance, TOKENS, 0.06) for length in (0, 2)),
         acceptance=acceptance,
         latency=TREE.plan.latency,
+        expected_tokens=TOKENS,
+        predicted_speedup=3.0,
     )
     for plan in (by_kind, replace(by_kind, text_speedups={})):
         tree = TokenTree(TREE.parents, plan, by_match={2: TokenTree(TREE.parents, looks_up=True)})

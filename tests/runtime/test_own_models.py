@@ -3,7 +3,6 @@
 Drafts with padded vocabularies are tested, too.
 """
 
-import hashlib
 import re
 import shlex
 
@@ -19,6 +18,7 @@ from sequoia_plan.artifacts import (
     ArgumentError,
     BenchResult,
     Profile,
+    SequoiaPlanError,
     TokenTree,
     load_tree,
 )
@@ -26,7 +26,7 @@ from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
-from sequoia_plan.runtime.pair import DEFAULT_DRAFT, DRAFTS_OF
+from sequoia_plan.runtime.pair import CODER_VOCABULARY, DEFAULT_DRAFT
 
 pytestmark = pytest.mark.slow
 
@@ -155,14 +155,5 @@ def test_a_draft_is_cut_to_the_tokens_of_another():
     assert texts[0].text == texts[1].text and texts[0].steps < texts[1].steps
     with pytest.raises(ArgumentError, match="expected an EAGLE-3 draft that covers"):
         load_pair(draft=file, draft_vocabulary=file)
-
-
-def test_a_targets_file_has_its_draft(monkeypatch, tmp_path):
-    """By the begin of the file's SHA-256; other files need a name."""
-    file = tmp_path / "renamed.gguf"
-    file.symlink_to(embedded_gguf())
-    with pytest.raises(ArgumentError, match="name a draft for it"):
-        load_pair(str(file))
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:32]
-    monkeypatch.setitem(DRAFTS_OF, digest, DEFAULT_DRAFT)
-    assert load_pair(str(file)).metadata["draft"]["name"] == DEFAULT_DRAFT
+    with pytest.raises(SequoiaPlanError, match="d2t: expected offsets"):  # another target's tokens
+        load_pair(draft=file, draft_vocabulary=CODER_VOCABULARY)

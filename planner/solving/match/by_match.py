@@ -1,12 +1,10 @@
 """The trees by match of a profile: the fastest ones on its recorded texts."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
-from sequoia_plan.artifacts.prediction import predict_portfolio
 from sequoia_plan.planner.solving.match.acceptance import without_repeats
 from sequoia_plan.planner.solving.match.portfolio import (
     Portfolio,
@@ -40,7 +38,7 @@ def trees_by_match(
     Returns:
         The trees, and what their plan says of them.
     """
-    times, plain_seconds = recording.times, recording.times.plain_seconds()
+    plain_seconds = recording.times.plain_seconds()
     base = recording.decode((base_tree,) * len(recording.problems))
     decoded, bound = _fastest_on_recorded_texts(recording, base)
     figures = step_figures(decoded.problems, decoded.trees)
@@ -51,7 +49,6 @@ def trees_by_match(
             acceptance=without_repeats(problem.of(tree).rows),
             expected_tokens=tokens,
             step_seconds=seconds,
-            catch_up_seconds=problem.of(tree).seconds_beside(tree),
         )
         for problem, tree, share, (tokens, seconds) in zip(
             decoded.problems, decoded.trees, decoded.shares.tolist(), figures.tolist(), strict=True
@@ -59,11 +56,14 @@ def trees_by_match(
     ]
     lengths = [problem.match_length for problem in recording.problems]
     tree = _with_by_match(dict(zip(lengths, decoded.trees, strict=True)))
-    prediction = predict_portfolio(by_match, times)
+    mean_tokens, mean_seconds = (decoded.shares @ figures).tolist()
+    speedup = mean_tokens * plain_seconds / mean_seconds
     return tree, {
-        **prediction._asdict(),
+        "expected_tokens": mean_tokens,
+        "step_seconds": mean_seconds,
+        "predicted_speedup": speedup,
         "acceptance": by_match[0].acceptance,
-        "speedup_bound": proven_bound(prediction.predicted_speedup or 0.0, bound * plain_seconds),
+        "speedup_bound": proven_bound(speedup, bound * plain_seconds),
         "by_match": tuple(by_match),
         "tree_speedup": base.speed * plain_seconds,
         **figures_by_kind(profile, tree, recording),
@@ -76,26 +76,18 @@ def _fastest_on_recorded_texts(
     """The fastest trees by match, with the shares that the recorded texts give for themselves.
 
     Shares, catching up and the looked-up tokens that steps come upon depend on the trees, so the
-    recorded texts decide whether new trees are faster, all together or one at a time. A tenth of
-    the usual work is enough until none are.
+    recorded texts decide whether new trees are faster. A tenth of the usual work is enough until
+    none are.
     """
     best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
-        trees = _solve_beside(best, MAX_WORK // 10).trees
-        trees_so_far |= set(trees)
-        candidates = [trees, *(_exchanged(best.trees, c, tree) for c, tree in enumerate(trees))]
-        fastest = max(map(recording.decode, candidates), key=lambda decoded: decoded.speed)
-        if fastest.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
+        decoded = recording.decode(_solve_beside(best, MAX_WORK // 10).trees)
+        trees_so_far |= set(decoded.trees)
+        if decoded.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
             break
-        best = fastest
+        best = decoded
     best = _with_trees_exchanged(recording, best, trees_so_far)
-    best = _with_rare_classes_solved(recording, best)
     return best, _solve_beside(best, MAX_WORK).bound
-
-
-def _exchanged(trees: tuple[TokenTree, ...], c: int, tree: TokenTree) -> tuple[TokenTree, ...]:
-    """The trees by class with another one for class `c`."""
-    return (*trees[:c], tree, *trees[c + 1 :])
 
 
 def _with_trees_exchanged(
@@ -120,25 +112,10 @@ def _with_trees_exchanged(
             for tree in (*sorted_trees, *chains):
                 if tree == best.trees[c] or (tree.looks_up and problem.looked_up is None):
                     continue
-                decoded = recording.decode(_exchanged(best.trees, c, tree))
+                decoded = recording.decode((*best.trees[:c], tree, *best.trees[c + 1 :]))
                 if decoded.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
                     best, is_improved = decoded, True
     return best
-
-
-def _with_rare_classes_solved(recording: Recording, best: DecodedAgain) -> DecodedAgain:
-    """Trees by match in which a class that the texts hardly come upon is solved for its own counts.
-
-    Recorded texts are short, and a long match is rare in them; a longer text has it often. So such
-    a class takes the tree that the price of time and all of its counted positions give.
-    """
-    is_rare = best.shares < MIN_REPLAYED_SHARE
-    problems = [
-        counted if is_rare[c] else best.problems[c] for c, counted in enumerate(recording.problems)
-    ]
-    solved = _solve_beside(replace(best, problems=problems), MAX_WORK // 10)
-    trees = tuple(solved.trees[c] if is_rare[c] else tree for c, tree in enumerate(best.trees))
-    return replace(recording.decode(trees), problems=problems)
 
 
 def _solve_beside(decoded: DecodedAgain, max_work: int) -> Portfolio:

@@ -1,0 +1,99 @@
+"""Trees that follow the text: falling back to plain decoding, exactness across it, and its cost."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import Scripted, error_of_steps
+from toys import planned
+
+from drafts import PARTS, small_pair
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.state import FIRST_BALANCE, MAX_BALANCE, MAX_LOSS, State
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.pace import STEPS, note_pace
+
+PLAIN = TokenTree.chain(1)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.floats(0, 1), max_size=300), st.floats(1, 6), st.integers(1, 6))
+def test_no_text_loses_more_than_it_may(accepted, cost, depth):
+    """By planned times, whatever is accepted; and after a good stretch within a few steps."""
+    tree, state = planned(TokenTree.chain(depth), cost), State(9, 0)
+    seconds = 0.0
+    for share in accepted:
+        chosen = tree.for_state(state)
+        seconds += cost if chosen == tree and state.balance >= 0 else 1.0
+        state = state.after_step(tree, 1 + int(share * (chosen.depth - 1)), 0)
+        num_tokens = state.length - 9
+        assert seconds <= num_tokens * (1 + MAX_LOSS) + FIRST_BALANCE + cost
+    num_tree_steps, paid = 0, MAX_BALANCE / max(cost - 1 - MAX_LOSS, 1e-9)
+    while tree.for_state(state) != PLAIN and num_tree_steps <= paid + 1 and cost > 1.1:
+        state, num_tree_steps = state.after_step(tree, 1, 0), num_tree_steps + 1
+    assert cost <= 1.1 or depth == 1 or tree.for_state(state) == PLAIN
+
+
+def test_a_text_that_is_good_again_has_its_tree_again():
+    tree, state, chosen = planned(TokenTree.chain(4), 1.3), State(9, 0), []
+    for step in range(140):
+        is_drafted = tree.for_state(state) == tree
+        chosen.append(is_drafted)
+        state = state.after_step(tree, 3 if is_drafted and step >= 60 else 1, 0)
+    assert all(chosen[:5])
+    assert sum(chosen[10:60]) <= 3  # one step of its tree for every forty without
+    assert all(chosen[110:])
+
+
+@pytest.mark.parametrize("kind", ["language model", *PARTS])
+def test_the_distribution_of_steps_that_fall_back_is_the_targets(kind):
+    """By enumeration of every draw of several steps, some of them without a tree."""
+    tree = planned(TokenTree.from_parents([-1, 0, 0]), 3.0)
+    decoder = SequoiaDecoder(*small_pair(kind, 3), tree)
+    assert decoder.falls_back
+    assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 3) < 1e-6
+
+
+def test_a_state_that_knows_the_steps_own_draws_is_wrong():
+    """The control: a step falls back if it has drawn what it should not know."""
+    decoder = SequoiaDecoder(*small_pair("EAGLE-1", 3), planned(TokenTree.chain(2), 3.0))
+
+    def peeking(state, drafted):
+        """Behind plain decoding, as soon as a certain token was drafted."""
+        return state._replace(balance=-1.0) if drafted[:1] == [1] else state
+
+    assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 2) < 1e-6
+    assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 2, peeking) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["language model", *PARTS])
+def test_greedy_text_stays_that_of_the_target(kind):
+    """With steps of a tree and without, and fewer draft passes than with a tree alone."""
+    target, draft = small_pair(kind)
+    prompt = torch.tensor([5, 3, 9, 2])
+    expected = SequoiaDecoder(target, None, PLAIN).generate(prompt, 90)
+    tree = planned(TokenTree.from_parents([-1, 0, 0, 1]), 1.9)
+    decoder = SequoiaDecoder(target, draft, tree)
+    outputs = list(decoder.steps(prompt, 90, Sampling()))
+    tokens = [token for output in outputs for token in output.tokens]
+    assert tokens[:90] == expected.sequences[0, 4:].tolist()
+    assert {output.tree.size for output in outputs} == {1, 4}
+    assert SequoiaDecoder(target, draft, TokenTree(tree.parents)).falls_back is False
+
+
+def test_a_machine_slower_than_its_profile_is_told_once():
+    ratios = []
+
+    def note(ratio, count):
+        """Notes so many steps, and returns what is said."""
+        with warnings.catch_warnings(record=True) as caught:
+            for _ in range(count):
+                note_pace(ratios, ratio)
+        return [str(warning.message) for warning in caught]
+
+    assert note(1.1, 2 * STEPS) == note(1.3, STEPS - 1) == []
+    (said,) = note(1.3, 3 * STEPS)
+    assert "1.30 times as long" in said
+    assert "sequoia-plan profile" in said
