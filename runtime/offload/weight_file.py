@@ -141,6 +141,8 @@ class WeightFile:
 
         The address of `memory`, its length and `offset` must be multiples of `ALIGNMENT`.
         """
+        if self.fd < 0:
+            raise SequoiaPlanError(f"{self.path}: is closed; load the models again")
         bytes_read = 0
         while bytes_read < len(memory):
             try:

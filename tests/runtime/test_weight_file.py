@@ -109,7 +109,7 @@ def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
     """The control: computing with whatever is in the slots gives other tokens."""
     pair = streamed(folder)
     expected = tokens(pair)
-    monkeypatch.setattr(disk_stream.Future, "result", lambda read: None)
+    monkeypatch.setattr(DiskStream, "wait_for", lambda stream, layer: None)
     assert not tokens(pair).equal(expected)
 
 
