@@ -24,34 +24,36 @@ Ends = tuple[float, float]
 
 
 def promise(values: Values, kinds: Sequence[str]) -> tuple[float, Ends | None]:
-    """The median over prompts of these kinds, and the 95 % interval of the one that is measured.
+    """The predicted median over prompts, and a 95 % interval for the median that is measured.
 
-    The median is that of the profiled prompts of the kinds, and would be another one with others in
-    their place; so would the measured one, of one prompt for each of `kinds`. The interval holds
-    what both leave open; step times are taken as they are. It is None if fewer than `MIN_PROMPTS`
-    prompts have others of their kind to differ from.
+    `kinds`: the kind of each measured prompt, so a kind occurs as often as it has prompts. The
+    interval covers the choice of the profiled and of the measured prompts (a bootstrap), not errors
+    of step times. It is None if fewer than `MIN_PROMPTS` have others of their kind to differ from.
     """
     logs = {kind: np.log(of_kind) for kind, of_kind in values.items()}
+    # a sample lies nearer to its own median than to the true one, by about this factor
     deviations = {
         kind: (x - np.median(x)) * math.sqrt(x.size / (x.size - 1))
         for kind, x in logs.items()
         if x.size > 1
     }
-    numbers, all_deviations = Counter(kinds), np.concatenate([[], *deviations.values()])
-    weights = np.array([n / logs[kind].size for kind, n in numbers.items() for _ in logs[kind]])
-    median = float(weighted_median(np.concatenate([logs[kind] for kind in numbers]), weights))
+    num_measured, all_deviations = Counter(kinds), np.concatenate([[], *deviations.values()])
+    weights = np.array(
+        [n / logs[kind].size for kind, n in num_measured.items() for _ in logs[kind]]
+    )
+    median = float(weighted_median(np.concatenate([logs[kind] for kind in num_measured]), weights))
     if all_deviations.size < MIN_PROMPTS:
         return math.exp(median), None
     rng = np.random.default_rng(0)
 
-    def drawn(kind: str, count: int) -> Floats:
+    def resample(kind: str, count: int) -> Floats:
         """So many prompts of a kind, again and again, float64 [RESAMPLES, count]."""
         few = logs[kind].size < MIN_PROMPTS
         chosen = rng.choice(all_deviations if few else deviations[kind], (RESAMPLES, count))
         return chosen + np.median(logs[kind])
 
-    profiled = np.hstack([drawn(kind, logs[kind].size) for kind in numbers])
-    measured = np.hstack([drawn(kind, count) for kind, count in numbers.items()])
+    profiled = np.hstack([resample(kind, logs[kind].size) for kind in num_measured])
+    measured = np.hstack([resample(kind, count) for kind, count in num_measured.items()])
     errors = np.median(measured, 1) - weighted_median(profiled, weights)
     low, high = np.exp(median + np.quantile(errors, [0.025, 0.975])).tolist()
     return math.exp(median), (low, high)

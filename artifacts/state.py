@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from sequoia_plan.artifacts.plan import Plan
-    from sequoia_plan.artifacts.tree import TokenTree
+from sequoia_plan.artifacts.plan import Plan
+from sequoia_plan.artifacts.tree import NO_SPECULATION, TokenTree
 
 MAX_LOSS = 0.02
 """What a text may lose against plain decoding in the long run, as a share of its time."""
@@ -31,6 +30,12 @@ class State(NamedTuple):
     length: int
     match_length: int
     balance: float = FIRST_BALANCE
+
+    def tree_of(self, tree: TokenTree) -> TokenTree:
+        """Which of the trees of `tree` the step takes."""
+        if self.balance < 0:
+            return NO_SPECULATION
+        return tree.for_context(self.length).for_match(self.match_length)
 
     def after_step(self, tree: TokenTree, num_tokens: int, match_length: int) -> State:
         """The state after a step with the tree that `tree` has for this state."""

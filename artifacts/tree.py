@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.plan import NO_PLAN, Plan
-from sequoia_plan.artifacts.state import State
 
 IntArray = NDArray[np.int32]
 
@@ -210,12 +209,6 @@ class TokenTree:
     def for_match(self, match_length: int) -> TokenTree:
         """The tree for a text whose longest repeated suffix has so many tokens."""
         return _last_reached(self.portfolio, match_length)
-
-    def for_state(self, state: State) -> TokenTree:
-        """The tree of a step before which a text is in this state."""
-        if state.balance < 0:
-            return NO_SPECULATION
-        return self.for_context(state.length).for_match(state.match_length)
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -50,7 +50,7 @@ def candidates(max_length: int) -> list[Drafting]:
 
 
 def split_types(named: str | None, target: str, draft: str | None) -> tuple[str, list[str]]:
-    """The draft's type, and types of n-gram besides ngram-simple, from a list of llama.cpp's types.
+    """The draft's type, "" without one, and other types of lookup, from --spec-type's list.
 
     Without a list the draft's file says the type.
     """

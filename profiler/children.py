@@ -55,14 +55,14 @@ class DrawnChildren:
         return self._verified(self.target_probs, self.draft_probs, self.drawn)
 
     def looked_up_acceptance(self, positions: Tensor, tokens: Tensor) -> Tensor:
-        """The same if a looked-up token is the first child, and the drafted children come after it.
+        """As `expected_acceptance`, where a looked-up token comes before the drafted children.
 
-        `positions` int64 [looked-up tokens]; `tokens` int64 [looked-up tokens]; returns float64
-        [looked-up tokens, ranks].
+        `positions` int64 [looked-up tokens], of what was drawn; `tokens` int64 [looked-up tokens];
+        returns float64 [looked-up tokens, ranks].
         """
         drawn, looked_up = self.drawn[positions], tokens[:, None]
         is_looked_up = self._target_tokens(drawn) == looked_up
-        # the looked-up token goes to the end, where one child too many is cut off
+        # drop the child that repeats the looked-up token; if none does, the last one
         order = is_looked_up.int().argsort(stable=True, dim=-1)[:, :-1]
         others = drawn.gather(1, order)
         target_probs = self.target_probs[positions]

@@ -28,7 +28,10 @@ SYNCHRONIZING = "called a synchronizing CUDA operation"
 def step_graphs(
     target: Any, draft: Any, device: torch.device, captured: bool | None
 ) -> Graphs | None:
-    """What captures the parts of a step as CUDA graphs; None if no part is to be captured."""
+    """What captures the parts of a step as CUDA graphs; None if no part is to be captured.
+
+    `captured`: True captures all parts, False none, None those that can be.
+    """
     if captured and device.type != "cuda":
         raise ArgumentError(
             f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; leave it out"

@@ -279,7 +279,7 @@ class SequoiaDecoder:
             length = prompt.numel() - 1
             match_length = int(step.look_up()) if step.lookup else 0
             state = State(length, match_length, FIRST_BALANCE if self.falls_back else math.inf)
-            step = self.step_of_tree[tree.for_state(state)]
+            step = self.step_of_tree[state.tree_of(tree)]
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
@@ -295,7 +295,7 @@ class SequoiaDecoder:
                 sequence.num_read = length
                 yield output
                 state = state.after_step(tree, len(output.tokens), output.match_length)
-                step = self.step_of_tree[tree.for_state(state)]
+                step = self.step_of_tree[state.tree_of(tree)]
 
     def _note_pace(self, state: State, seconds: float) -> None:
         """Compare the seconds of a step with those that its plan has for this state."""

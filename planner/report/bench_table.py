@@ -24,10 +24,10 @@ def finding(result: BenchResult) -> str:
         opening = f"The tree of {tree.size} nodes was not measured."
         if tree.size == 1:
             opening = "Recommended is plain decoding: the tree has one node: nothing is speculated."
-        return opening + _faster_method(result, "plain")
+        return opening + _faster_method_sentence(result, "plain")
     best = max(ours, key=lambda name: speedups[name].median)
     speedup, prediction = speedups[best], methods[best].prediction or Prediction()
-    faster = _faster_method(result, best if speedup.median > 1 else "plain")
+    faster = _faster_method_sentence(result, best if speedup.median > 1 else "plain")
     opening = "No gain is certain with the"
     if speedup.interval_low > 1:
         is_beaten = faster.startswith(CERTAIN)
@@ -72,8 +72,8 @@ def _ends(ratio: Ratio, between: str = " to ") -> str:
     return f"{ratio.interval_low:.2f}{between}{ratio.interval_high:.2f}"
 
 
-def _faster_method(result: BenchResult, reference: str) -> str:
-    """Name the fastest method, if it does not use the tree and was faster than `reference`."""
+def _faster_method_sentence(result: BenchResult, reference: str) -> str:
+    """A sentence on the fastest method, if it is no tree and beat `reference`; "" otherwise."""
     speedups, methods = speedups_over_plain(result), result.methods
     fastest = max(speedups, key=lambda name: speedups[name].median, default="plain")
     ratio = methods[fastest].speedup.get(reference) if fastest in methods else None

@@ -114,13 +114,13 @@ class EagleDrafter(HiddenStateDrafter):
         if node_masks := [draft_pass.mask for draft_pass in passes[is_first:]]:
             columns[0] = node_masks[0].shape[1] - 1  # visible to no node: token 0 has no feature
             masks += torch.cat(node_masks).index_select(1, columns).split(widths[is_first:])
-        return self._with_angles(masks, widths, read_slots, slots, positions)
+        return self._split_by_pass(masks, widths, read_slots, slots, positions)
 
-    def _with_angles(
+    def _split_by_pass(
         self, masks: Sequence[Tensor], widths: list[int], *rows: Tensor
     ) -> list[Sequence[Tensor]]:
-        """Rows of passes of these widths, with their mask and the angles of their positions."""
-        # a row has the position of the token whose feature it takes, as in the engines
+        """Of each pass its part of `rows` (positions come last), its mask, cosines and sines."""
+        # a row takes the feature of the token before it, and that one's position, as in the engines
         *slots, positions = rows
         positions = (positions - 1).clamp(min=0)
         angles = self.model.rotary_emb(next(self.model.parameters()), positions[None])
@@ -160,7 +160,7 @@ class EagleDrafter(HiddenStateDrafter):
     def _read_committed(self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int) -> None:
         """Read committed tokens in `slots`, each with the feature of the token before it."""
         mask = _mask_of_committed(slots, extent, self.model.dtype)
-        (rows,) = self._with_angles([mask], [slots.numel()], slots, slots)
+        (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
         self._read(cache, tokens, cache.features[slots], rows, 1)
 
     def _read(

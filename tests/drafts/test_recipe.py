@@ -61,7 +61,7 @@ def writing_target():
 def text_folder(writing_target, tmp_path_factory):
     """Some conversations that the embedded target wrote, with its hidden states."""
     folder = tmp_path_factory.mktemp("text")
-    write_text(writing_target, TextRecipe(300, 6, hidden_states=STATES, seed=3), folder)
+    write_text(writing_target, TextRecipe(700, 6, hidden_states=STATES, seed=3), folder)
     return folder
 
 
@@ -267,7 +267,7 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys,
 
 def test_a_head_that_is_trained_is_the_one_that_decodes(plain_target, pair, text, tmp_path):
     """Some steps bring it nearer to the target; in the target's folder it drafts as in training."""
-    recipe = ChainRecipe(512, 12, 2, held_out=2, chain=2)
+    recipe = ChainRecipe(512, 24, 2, learning_rate=5e-4, held_out=2, chain=2)
     plain_target.save_pretrained(tmp_path)
     pair.tokenizer.save_pretrained(tmp_path)
     train_mtp(plain_target, text, recipe, tmp_path / "mtp.safetensors", "the target")

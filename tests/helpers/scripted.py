@@ -89,7 +89,7 @@ def error_of_a_step(decoder, prompt, sampling, expected=None):
     """
     state, chances = chances_of_a_step(decoder, prompt, sampling)
     target = expected or decoder.step.target.module
-    length = decoder.step.tree.for_state(state).depth
+    length = state.tree_of(decoder.step.tree).depth
     token_probs = token_probs_of_texts(target, prompt, length, sampling)
     return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
 
@@ -120,7 +120,7 @@ def chances_of_a_step(decoder, prompt, sampling, balance=FIRST_BALANCE, twin=Non
     step, script = decoder.step, sampling.script
     step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.all_trees), 0)
     state = State(len(prompt) - 1, int(step.look_up()) if step.lookup else 0, balance)
-    step = decoder.step_of_tree[step.tree.for_state(state)]
+    step = decoder.step_of_tree[state.tree_of(step.tree)]
     tree, vocabulary = step.tree, step.target.module.config.vocab_size
     step.refill_random_numbers(sampling)
     covered, chances = step.drafter.d2t if step.drafter else None, Counter()

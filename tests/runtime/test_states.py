@@ -25,21 +25,21 @@ def test_no_text_loses_more_than_it_may(accepted, cost, depth):
     tree, state = planned(TokenTree.chain(depth), cost), State(9, 0)
     seconds = 0.0
     for share in accepted:
-        chosen = tree.for_state(state)
+        chosen = state.tree_of(tree)
         seconds += cost if chosen == tree and state.balance >= 0 else 1.0
         state = state.after_step(tree, 1 + int(share * (chosen.depth - 1)), 0)
         num_tokens = state.length - 9
         assert seconds <= num_tokens * (1 + MAX_LOSS) + FIRST_BALANCE + cost
     num_tree_steps, paid = 0, MAX_BALANCE / max(cost - 1 - MAX_LOSS, 1e-9)
-    while tree.for_state(state) != PLAIN and num_tree_steps <= paid + 1 and cost > 1.1:
+    while state.tree_of(tree) != PLAIN and num_tree_steps <= paid + 1 and cost > 1.1:
         state, num_tree_steps = state.after_step(tree, 1, 0), num_tree_steps + 1
-    assert cost <= 1.1 or depth == 1 or tree.for_state(state) == PLAIN
+    assert cost <= 1.1 or depth == 1 or state.tree_of(tree) == PLAIN
 
 
 def test_a_text_that_is_good_again_has_its_tree_again():
     tree, state, chosen = planned(TokenTree.chain(4), 1.3), State(9, 0), []
     for step in range(140):
-        is_drafted = tree.for_state(state) == tree
+        is_drafted = state.tree_of(tree) == tree
         chosen.append(is_drafted)
         state = state.after_step(tree, 3 if is_drafted and step >= 60 else 1, 0)
     assert all(chosen[:5])

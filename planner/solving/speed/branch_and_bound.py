@@ -123,7 +123,10 @@ def find_fastest(search, speed, max_work):
 
 @numba.njit(cache=True)
 def set_first_box(search, low, high, prices, speed):
-    """Write the box of all trees of two nodes or more, and its prices; all [resources]."""
+    """Write the box of all trees of two nodes or more, and its prices in expected tokens.
+
+    All are [resources], zeros before: the first is nodes, the others are parents, by level.
+    """
     costs = search.costs
     widest = costs.draft_stair_ends[-1]  # most nodes with children on one level that was measured
     low[0], high[0], prices[0] = 2, costs.target_stair_ends[-1], search.floor

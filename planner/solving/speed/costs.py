@@ -109,8 +109,8 @@ def work_seconds(costs, use):
 def fastest_prefix(parents, levels, rows, costs):
     """Find the fastest of the trees that the first 2, 3, ... nodes of a tree form.
 
-    Returns its speed and size. `parents`, `levels` int64 [size]; `rows` float64 [levels, classes,
-    ranks].
+    Returns its speed in tokens a second and its size. `parents`, `levels` int64 [size]; `rows`
+    float64 [levels, classes, ranks]: how often a child is accepted, by its parent's class.
     """
     size = len(parents)
     values, classes = np.ones(size), np.zeros(size, np.int64)
@@ -121,6 +121,7 @@ def fastest_prefix(parents, levels, rows, costs):
         parent, parent_level = parents[node], levels[node] - 1
         rank = num_children[parent]
         values[node] = values[parent] * rows[parent_level, classes[parent], rank]
+        # a first child stays on the spine if its parent is on it
         classes[node] = classes[parent] if rank == 0 else rows.shape[1] - 1
         tokens += values[node]
         num_children[parent] += 1

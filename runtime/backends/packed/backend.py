@@ -79,7 +79,7 @@ class PackedBackend(Backend):
         )
         self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
         self.vocabulary = self.runner.vocabulary = len(rows)
-        self.runner.model = self.runner.model._replace(head=describe(self.head_matrix))
+        self.runner.model = self.runner.model._replace(head=describe(self.head_matrix)[None])
 
     def metadata(self) -> dict[str, Any]:
         """See `Backend`."""
