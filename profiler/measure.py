@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -32,6 +33,8 @@ RANKS = 16
 OnPrompt = Callable[[int, int, ObservedAcceptance], None]
 """Called after each prompt with the number of prompts so far, the most there may be, and what was
 observed so far."""
+LONG_PROMPT = 3.0
+"""A longer prompt counts as so many times the median one: passes are compiled at first."""
 
 
 def measure_acceptance(
@@ -50,7 +53,7 @@ def measure_acceptance(
 ) -> ObservedAcceptance:
     """Measure on one prompt after the other, until acceptance is known to within `precision`.
 
-    After so many `seconds`, `MIN_PROMPTS` are enough.
+    After about so many `seconds`, `MIN_PROMPTS` are enough.
     """
     work = [
         pair.metadata,
@@ -62,13 +65,17 @@ def measure_acceptance(
     ]
     results = Journal(journal, work)
     measure_prompt = ForcedAcceptance(pair, ranks, uses_traversal(sampling), tree)
-    tallies, deadline = [], time.perf_counter() + seconds
+    tallies, durations = [], list[float]()
     for number, prompt in enumerate(prompts):
+        started = time.perf_counter()
         measure = partial(measure_prompt, torch.tensor(prompt), sampling, tokens_per_prompt, number)
         tallies.append(results.result(str(number), measure))
         observed = collect(tallies, measure_prompt.tree)
         on_prompt(len(tallies), len(prompts), observed)
-        is_late = time.perf_counter() > deadline and len(tallies) >= MIN_PROMPTS
+        durations.append(time.perf_counter() - started)
+        longest = LONG_PROMPT * median(durations)
+        passed = sum(min(duration, longest) for duration in durations)
+        is_late = passed > seconds and len(tallies) >= MIN_PROMPTS
         if is_late or (observed.precision() <= precision and len(tallies) >= min_prompts):
             break
     if not observed.trials.any():

@@ -3,6 +3,8 @@
 import itertools
 import json
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -237,3 +239,16 @@ def test_interrupted_runs_go_on(tmp_path):
 def test_prompts_that_leave_no_room_are_refused():
     with pytest.raises(SequoiaPlanError, match="prompt: 512 tokens"):
         measured(toy_pair(), Sampling(), [[1] * 512])
+
+
+def test_a_prompt_that_compiles_does_not_end_the_measurement(monkeypatch):
+    """By a clock on which the first prompt takes 1,000 seconds and the others one each."""
+    readings = itertools.chain([0.0, 1000.0], itertools.count(1000.0, 0.5))
+    module = import_module("sequoia_plan.profiler.measure")
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    numbers = []
+    measured(
+        toy_pair(), PLAIN_RULE, PROMPTS * 9, tokens_per_prompt=2, seconds=6.0,
+        on_prompt=lambda number, *_: numbers.append(number),
+    )  # fmt: skip
+    assert numbers[-1] == 11  # 1.5 + 10 times .5 are more than 6
