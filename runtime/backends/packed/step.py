@@ -91,11 +91,11 @@ def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_matc
     """
     length, size, path = step.length[0], tree.parents.size, step.path[: tree.depth]
     rounds, target, drafted_finite, num_passes = 1, step.target, True, tree.passes.shape[0]
-    if parts != VERIFY:
+    if parts != VERIFY:  # then a worker that begins late could write over committed tokens
         note_time(worker, step, 0)
-    for node in range(1, size):
-        if tree.looked_up[node]:
-            step.tokens[length + node] = step.chain[tree.levels[node] - 1]
+        for node in range(1, size):
+            if tree.looked_up[node]:
+                step.tokens[length + node] = step.chain[tree.levels[node] - 1]
     if parts & DRAFT:
         rounds, drafted_finite = draft(
             worker, workers, counter, rounds, step, tree, rule == GREEDY, settings[1]
