@@ -10,6 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.runtime.models.int8 import rows_in_8_bits
 
 UNUSED_SETTINGS = ("dtype", "transformers_version", "layer_types")
 
@@ -25,9 +26,8 @@ def write_eagle3(
 ) -> None:
     """Write config.json and model.safetensors. `d2t` int64 [draft vocabulary].
 
-    `in_8_bits`: matrices are int8 with a float16 scale for each 32 inputs, as the packed draft has
-    them, in tensors named as in compressed-tensors. Other engines read such a draft once it is
-    exported.
+    `in_8_bits`: matrices are int8 with a bfloat16 scale for each 32 inputs, in tensors named as in
+    compressed-tensors. Other engines read such a draft once it is exported.
 
     No layer ids are written, because these two engines count them differently: the draft must read
     `eagle3_default_layers`.
@@ -54,10 +54,10 @@ def write_eagle3(
     }
     if in_8_bits:
         for name in [n for n, tensor in tensors.items() if tensor.ndim == 2]:
-            groups = tensors[name].float().unflatten(1, (-1, 32))
-            scales = (groups.abs().amax(2) / 127).clamp(min=1e-7).half()
-            tensors[name] = (groups / scales.float()[..., None]).round().flatten(1).to(torch.int8)
-            tensors[f"{name}_scale"] = scales
+            matrix = tensors[name]
+            integers, scales = rows_in_8_bits(matrix.reshape(-1, 32), torch.bfloat16)
+            tensors[name] = integers.view_as(matrix)
+            tensors[f"{name}_scale"] = scales.view(len(matrix), -1)
     # files store offsets: a draft token t is the target's token t + d2t[t]
     tensors |= {"d2t": d2t - torch.arange(d2t.numel()), "t2d": t2d}
     header = {"format": "pt", "sequoia_plan": json.dumps(metadata, sort_keys=True)}

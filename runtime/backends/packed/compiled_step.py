@@ -80,10 +80,9 @@ class CompiledStep:
         vocabulary: int, d2t: Tensor | None,
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
-        size = rows
-        workers, self.kept = self.workers.count, (target, part, sequence.tokens)
+        workers, self.kept = self.workers.count, (part, sequence.tokens)
         reader = new_reader(
-            target.runner, target.embedding, target.vocabulary, sequence.target, workers, size,
+            target.runner, target.embedding, target.vocabulary, sequence.target, workers, rows,
             contexts[0], hidden_states,
         )  # fmt: skip
         drafting, eagle = reader, no_eagle()
@@ -91,10 +90,10 @@ class CompiledStep:
             own = part.embedding(target) if isinstance(part, PackedEagle) else part.embedding
             layers = part.output_layers if isinstance(part, PackedEagle) else ()
             drafting = new_reader(
-                part.runner, own, vocabulary, sequence.draft, workers, size, contexts[-1], layers
+                part.runner, own, vocabulary, sequence.draft, workers, rows, contexts[-1], layers
             )
         if isinstance(part, PackedEagle):
-            eagle = eagle_of(part, sequence.draft, workers, size, target.config.hidden_size)
+            eagle = eagle_of(part, sequence.draft, workers, rows, target.config.hidden_size)
         most = max(target.vocabulary, vocabulary)
         t2d = np.zeros(0, np.int64)
         if d2t is not None:
@@ -109,17 +108,17 @@ class CompiledStep:
             chain=sequence.lookup_chain.numpy(),
             bits=sequence.bits.numpy(),
             uniforms=sequence.uniforms.numpy(),
-            path=np.zeros(size, np.int64),
-            own_tokens=np.zeros(size, np.int64),
-            masses=np.zeros(size),
-            residuals=np.zeros((size, 4)),
+            path=np.zeros(rows, np.int64),
+            own_tokens=np.zeros(rows, np.int64),
+            masses=np.zeros(rows),
+            residuals=np.zeros((rows, 4)),
             sums=np.zeros((workers, -(-most // SUM_BLOCK))),
             memory=np.zeros((1, target.vocabulary), np.float32),
-            probs=np.empty((size, target.vocabulary), np.float32),
+            probs=np.empty((rows, target.vocabulary), np.float32),
             t2d=t2d,
             d2t=np.zeros(0, np.int64) if d2t is None else d2t.numpy(),
-            output=np.zeros(2 + 2 * size, np.int64),
-            times=np.zeros(size + 3),
+            output=np.zeros(2 + 2 * rows, np.int64),
+            times=np.zeros(rows + 3),
         )
 
     def __reduce__(self) -> Any:

@@ -62,9 +62,8 @@ def begin(step, tree, node, prob, settings, top_k):
 @njit(**COMPILED)
 def child_terms(step, tree, node, child):
     """Of a drawn child: its weight, 1 / D at it, and what its rejection adds to c and e."""
-    weight, mass = 0.0, step.masses[child]
-    own = step.own_tokens[child]
-    weight = np.float64(step.draft.logits[tree.rows[node], own])
+    mass = step.masses[child]
+    weight = np.float64(step.draft.logits[tree.rows[node], step.own_tokens[child]])
     if mass > 0:
         return weight, mass / weight if weight > 0 else 0.0, 1 / mass, 0.0
     first = tree.first_child[node]
