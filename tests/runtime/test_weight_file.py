@@ -82,7 +82,7 @@ def test_streamed_layers_give_the_bits_of_layers_in_memory(folder, slow_disk, re
         assert found.sequences.equal(expected.sequences)
         assert found.logprobs.equal(expected.logprobs)
     plain = SequoiaDecoder(pair.target, None, TokenTree.chain(1)).generate(PROMPT, 40).sequences
-    assert plain.equal(tokens(pair))
+    assert plain.equal(tokens(pair)) and plain.equal(tokens(resident_pair))
 
 
 def test_a_pass_reads_each_streamed_layer_once(folder, monkeypatch):

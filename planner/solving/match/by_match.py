@@ -59,7 +59,7 @@ def trees_by_match(
     mean_tokens, mean_seconds = (decoded.shares @ figures).tolist()
     speedup = mean_tokens * plain_seconds / mean_seconds
     return tree, {
-        "expected_tokens": mean_tokens,
+        "expected_tokens": max(mean_tokens, 1.0),  # shares add up to 1 but for rounding
         "step_seconds": mean_seconds,
         "predicted_speedup": speedup,
         "acceptance": by_match[0].acceptance,

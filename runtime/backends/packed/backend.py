@@ -42,6 +42,7 @@ class PackedBackend(Backend):
     module: Any = None
     chains_only = is_split = False
     has_own_threads = True
+    reads_embeddings = False  # from a file, when tokens need them
 
     def __init__(
         self,

@@ -138,9 +138,9 @@ class CompiledStep:
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
         with self.workers.lock:
             how = decode, self.step, tree, settings, rule, sampling.top_k, max_match or 0
-            if not self.target.stream:
+            if not self.target.reads_embeddings:
                 self.workers.run(*how, parts)
-            else:  # the host waits for weights
+            else:  # the host reads them, and waits for weights
                 self.step.times[0] = time.monotonic()
                 self.workers.run(*how, parts & DRAFT)
                 is_finite = self.step.output[0]
@@ -182,12 +182,12 @@ def new_step(
 ) -> CompiledStep | None:
     """Steps of a target with a draft; None if one cannot be a part of a compiled step.
 
-    Those with windows cannot, and drafts that read embeddings of a streamed target.
+    Those with windows cannot, and drafts that need embeddings which the target reads.
     """
     caches = [sequence.target, *([sequence.draft] if part else [])]
     if (
         not (part is None or isinstance(part, PackedBackend | PackedEagle))
-        or (target.stream and isinstance(part, PackedEagle))
+        or (target.reads_embeddings and isinstance(part, PackedEagle))
         or any(cache.positions is not None for cache in caches)
         or not all(isinstance(cache, PackedCache) for cache in caches)
     ):

@@ -61,9 +61,10 @@ class PackedFile(PackedBackend):
 class StreamedFile(PackedBackend):
     """Runs the weights of a packed file, of which some layers are read in every pass.
 
-    `place` says which. The head's blocks count as layers. Embeddings are read when tokens need
-    them.
+    `place` says which. The head's blocks count as layers.
     """
+
+    reads_embeddings = True
 
     def __init__(
         self, file: WeightFile, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]

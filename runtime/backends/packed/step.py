@@ -106,7 +106,7 @@ def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_matc
             embed(target, row, target.x[worker, row, : target.model.norms.shape[2]])
         rounds = run_pass(
             worker, workers, counter, rounds, target, step.eagle.first[:0], size, 0, size,
-            0, target.model.matrices.shape[0] + 1,
+            0, target.model.matrices.shape[0] + target.model.head.shape[0],
         )  # fmt: skip
         note_time(worker, step, num_passes + 1)
     if not parts & VERIFY:

@@ -42,7 +42,7 @@ def place_committed(step, reader, count, hides_first):
         if hides_first:
             see(reader, row, min(read, 1), read + 1)
         else:
-            see(reader, row, 0, slot + 1)
+            see(reader, row, 0, max(slot + 1, 0))
 
 
 @njit(**COMPILED)
@@ -198,7 +198,7 @@ def draft(worker, workers, counter, rounds, step, tree, is_greedy, temperature):
                 embed(reader, row, reader.x[worker, row, : reader.model.norms.shape[2]])
         rounds = run_pass(
             worker, workers, counter, rounds, reader, no_first, rows, start, count,
-            0, reader.model.matrices.shape[0] + 1,
+            0, reader.model.matrices.shape[0] + reader.model.head.shape[0],
         )  # fmt: skip
         finite = finite and are_finite(reader, count)
         for row in range(worker, count, workers):
