@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ class CommandGroup(click.Group):
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             try:
-                return super().main(*args, **options)
+                with warnings.catch_warnings():
+                    warnings.showwarning = _show_warning
+                    return super().main(*args, **options)
             finally:
                 sys.stdout.flush()  # the last output may fail only when it leaves the buffer
         except OSError as error:
@@ -55,6 +58,11 @@ class CommandGroup(click.Group):
         except Exception as error:
             click.echo(f"Error: {printable(_text(error, ctx))}", err=True)
             ctx.exit(getattr(error, "exit_code", 1))
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    """Print a warning on stderr as the other messages are, without the code that gave it."""
+    click.echo(f"Warning: {printable(str(message))}", err=True)
 
 
 def _text(error: Exception, ctx: click.Context) -> str:

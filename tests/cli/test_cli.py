@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numba
@@ -233,10 +234,21 @@ def test_a_tree_that_was_solved_for_another_pair(capsys, role, planned, loaded, 
     for first, second in ((planned, loaded), (loaded, planned), (planned, planned)):
         pair = SimpleNamespace(metadata={role: second})
         cli_pair.warn_if_foreign(Plan(models={role: first}), pair)
-        warnings = capsys.readouterr().err
-        assert warnings.count("Warning: ") == (first is not second)
+        printed = capsys.readouterr().err
+        assert printed.count("Warning: ") == (first is not second)
         if second is loaded:
-            assert f"another {role} than {second['name']} ({said}); its" in warnings
+            assert f"another {role} than {second['name']} ({said}); its" in printed
+
+
+def test_a_warning_is_one_line(run, monkeypatch):
+    """Without the place in the code, which says nothing to those who run a command."""
+
+    def warned(path):
+        warnings.warn("the disk is slow", stacklevel=1)
+        return load_tree(path)
+
+    monkeypatch.setattr("sequoia_plan.artifacts.load_tree", warned)
+    assert run("show", "tree.safetensors").stderr == "Warning: the disk is slow\n"
 
 
 @pytest.mark.slow
