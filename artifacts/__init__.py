@@ -10,7 +10,6 @@ from sequoia_plan.artifacts.counts import Counts
 from sequoia_plan.artifacts.drafting import (
     EAGLE_DRAFT,
     LANGUAGE_MODEL,
-    SELF_DRAFT,
     Drafting,
     dflash_draft,
 )
@@ -24,7 +23,6 @@ from sequoia_plan.artifacts.tree_file import load_tree, save_tree
 __all__ = [
     "EAGLE_DRAFT",
     "LANGUAGE_MODEL",
-    "SELF_DRAFT",
     "Acceptance",
     "ArgumentError",
     "BenchResult",

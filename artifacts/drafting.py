@@ -31,11 +31,6 @@ class Drafting(Artifact, frozen=True):
         "true if the first pass has `first_width` tokens for each level of the tree: it "
         "repeats as many tokens as a step may have accepted",
     ] = False
-    shares_cache: Annotated[
-        bool,
-        "true if the draft reads the target's KV cache and writes only the tree's nodes there: "
-        "it has read every committed token, because the target has",
-    ] = False
 
     def first_pass_width(self, depth: int) -> int:
         """Number of tokens in the first draft pass of a step, for a tree of `depth` levels."""
@@ -65,7 +60,7 @@ class Drafting(Artifact, frozen=True):
             depth: levels of the step's tree, the root's included.
             num_passes: draft passes of the step.
         """
-        if not self.drafts_by_level or self.shares_cache:
+        if not self.drafts_by_level:
             return 0
         if self.first_width_is_per_level and num_passes:
             return depth - 1  # all but the root, which are read once more
@@ -97,12 +92,6 @@ LANGUAGE_MODEL = Drafting("language model", first_width=2, drafts_by_level=True)
 
 Its first pass takes the root and the token before it, because the draft has not run yet on an
 accepted leaf.
-"""
-
-SELF_DRAFT = Drafting("self draft", first_width=1, drafts_by_level=True, shares_cache=True)
-"""A copy of the target that attends to the target's own keys and values of committed tokens.
-
-SubSpec, arXiv 2509.18344.
 """
 
 EAGLE_DRAFT = Drafting(

@@ -12,7 +12,7 @@ from sequoia_plan.runtime import load_pair, sequoia
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--target", help="folder or hub name [default: the embedded target]")
-parser.add_argument("--draft", help="the same; or int8 [default: the embedded draft]")
+parser.add_argument("--draft", help="the same [default: the embedded draft]")
 parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16")
 parser.add_argument("--tree", default="smollm2-135m-epyc-2-cores-t0", help="file or name")
 parser.add_argument("--tokens", type=int, default=64)

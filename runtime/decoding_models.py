@@ -14,7 +14,7 @@ from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
-from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter, SelfDrafter
+from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.models.architecture import model_type, rope_reason
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.models.vocabulary import check_tokenizers, shared_vocabulary
@@ -54,7 +54,7 @@ class DecodingModels:
             if tokenizer is not None and draft_tokenizer is not None:
                 common_size = check_tokenizers(tokenizer, draft_tokenizer)
             vocabulary, d2t = shared_vocabulary(self.target, draft, common_size)
-            self.drafter = drafter_of(draft, self.target, vocabulary, d2t)
+            self.drafter = drafter_of(draft, vocabulary, d2t)
         else:
             draft = None
         self.hidden_states = self.drafter.aux_hidden_state_layers if self.drafter else ()
@@ -135,11 +135,7 @@ class DecodingModels:
     def _reserve(self, capacity: int, max_size: int) -> None:
         """Reserve `capacity` slots, and memory for the hidden states of `max_size` nodes."""
         sequence, drafter, target = self.sequence, self.drafter, self.target
-        shares_cache = drafter is not None and drafter.drafting.shares_cache
-        new_draft_cache = drafter.new_cache if drafter and not shares_cache else None
-        sequence.reserve(capacity, self.target.new_cache, new_draft_cache)
-        if shares_cache:
-            sequence.draft = sequence.target
+        sequence.reserve(capacity, target.new_cache, drafter.new_cache if drafter else None)
         if drafter and drafter.aux_hidden_state_layers:
             width = len(drafter.aux_hidden_state_layers) * target.config.hidden_size
             sequence.reserve_rows("aux_hidden_states", max_size, (width,), target.dtype)
@@ -205,11 +201,11 @@ class DecodingModels:
             )
 
 
-def drafter_of(draft: Any, target: LoadedModel, vocabulary: int, d2t: Tensor | None) -> Drafter:
-    """The drafter for a draft of `target`. `d2t` int64 [vocabulary]."""
+def drafter_of(draft: Any, vocabulary: int, d2t: Tensor | None) -> Drafter:
+    """The drafter for a draft. `d2t` int64 [vocabulary]."""
     drafter: Any = DFlashDrafter
     if isinstance(draft, LoadedModel):
-        drafter = SelfDrafter if draft.copy_of is target else LanguageModelDrafter
+        drafter = LanguageModelDrafter
     elif draft.drafting.drafts_by_level:
         drafter = EagleDrafter
     return drafter(draft, vocabulary, d2t)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.runtime import backends
-from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, INT8, PLACEMENTS, RESIDENT
+from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, PLACEMENTS, RESIDENT
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.draft.checkpoint import EAGLE3, Checkpoint, errors_of, find_checkpoint
@@ -36,6 +36,8 @@ EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL)
 """Drafts of the embedded target: an EAGLE-3 draft, and a language model of two layers."""
 CODER_VOCABULARY = "qwen2.5-coder-vocabulary"
 """As a draft vocabulary: what Qwen2.5-Coder 1.5B writes most about code, and in chat in English."""
+INT8 = "int8"
+"""As a draft's name: the target's own files once more, rounded to 8 bits."""
 NO_DRAFT = "none"
 """As a draft's name: decode with trees whose spine is looked up, and that draft nothing."""
 WEIGHTS_PACKAGE = "sequoia-plan-drafts"
@@ -90,16 +92,16 @@ def load_pair(
     Args:
         target: folder, hub ID or .gguf file; None for the embedded SmolLM2-135M-Instruct.
         draft: the same; or a folder or hub ID of an EAGLE or DFlash draft (see `draft.checkpoint`);
-            or a draft .safetensors file made for the target; or "int8" for a copy of the target in
-            8 bits (see `self_draft`; a folder of that name is "./int8"); or "mtp" for the head that
+            or a draft .safetensors file made for the target; or "int8" for a copy of a target that
+            is compiled, in 8 bits (a folder of that name is "./int8"); or "mtp" for the head that
             its checkpoint has for this (see `draft.mtp`); or "none" for no draft;
             or a name in `EMBEDDED_DRAFTS`. None for `DEFAULT_DRAFT`.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
             it, else float32.
         placement: one of `PLACEMENTS`, or "auto": compiled on a CPU, else fused. A model that
-            cannot be compiled, or shares its cache with an int8 draft, is fused. With dtype "auto",
-            a GGUF file's matrices keep their own bits, else weights are in `dtype`.
+            cannot be compiled is fused. With dtype "auto", a GGUF file's matrices keep their own
+            bits, else weights are in `dtype`.
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
@@ -118,7 +120,7 @@ def load_pair(
     """
     _check_arguments(target, draft, device, offload, memory)
     resolve_dtype(dtype, device)
-    placement = _resolve_placement(placement, draft, device)
+    placement = _resolve_placement(placement, device)
     if bits and (
         bits not in (8, 4) or offload or placement != COMPILED
         or (is_gguf(target) and dtype == "auto")
@@ -133,16 +135,13 @@ def load_pair(
         )
         model = offloaded.model
         pair = Pair(model, None, model.tokenizer, {}, f"streamed from {offload}", _remarks(model))
-        if draft == INT8:
-            pair = replace(pair, draft=offloaded.copy_in_8_bits())
-        else:
-            pair = add_draft(pair, draft, device, dtype, placement, on_bytes)
+        pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
         offloaded.place(pair.draft)
     else:
         model = backends.load_model(target, device, dtype, placement, bits, on_bytes)
         how = str(model.metadata()["placement"])
         pair = Pair(model, None, model.tokenizer, {}, how, _remarks(model))
-        pair = add_draft(pair, draft, device, dtype, placement, on_bytes)
+        pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
         if bits:
             cost = _cost_of_rounding(pair, target, device, dtype, bits)
             pair = replace(pair, remarks=(*pair.remarks, cost))
@@ -175,8 +174,12 @@ def add_draft(
     dtype: str,
     placement: str,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    target_source: str | None = None,
 ) -> Pair:
-    """The pair with the draft of this name; its metadata has the draft's name."""
+    """The pair with the draft of this name; its metadata has the draft's name.
+
+    `target_source` names the target, of which "int8" is a copy.
+    """
     if draft == NO_DRAFT:
         return pair
     target, remarks = pair.target, pair.remarks
@@ -185,8 +188,13 @@ def add_draft(
     name = name_of(source)
     model: Any
     if draft == INT8:
-        model = backends.copy_in_8_bits(target)
-        name = model.name
+        if placement != COMPILED or target.module is not None:
+            raise ArgumentError(
+                f"draft {INT8}: {target.name} is run by PyTorch, expected a target that a CPU's "
+                "compiled pass runs from its file; name another draft, or none to look tokens up"
+            )
+        model = backends.load_model(target_source, device, dtype, placement, 8, on_bytes)
+        name = model.name = f"{target.name} {INT8}"
     elif source.endswith(".safetensors"):
         model, name = backends.place(load_draft(source, target), placement), Path(source).stem
         model.name = name
@@ -284,9 +292,9 @@ def _check_arguments(
         )
 
 
-def _resolve_placement(placement: str, draft: str | None, device: str) -> str:
+def _resolve_placement(placement: str, device: str) -> str:
     """One of `PLACEMENTS`; ArgumentError for any other, and where passes cannot be compiled."""
-    can_compile = CAN_COMPILE and device == "cpu" and draft != INT8
+    can_compile = CAN_COMPILE and device == "cpu"
     if placement == "auto":
         return COMPILED if can_compile else FUSED
     if placement not in PLACEMENTS:
@@ -294,8 +302,8 @@ def _resolve_placement(placement: str, draft: str | None, device: str) -> str:
         raise ArgumentError(f"placement: found {placement!r}, expected auto, {names}")
     if placement == COMPILED and not can_compile:
         raise ArgumentError(
-            f"placement {COMPILED}: found device {device} and draft {draft}, expected cpu and a "
-            f"draft other than {INT8}; use {FUSED}"
+            f"placement {COMPILED}: found device {device}, expected cpu, with numba installed; use "
+            f"{FUSED}"
         )
     return placement
 

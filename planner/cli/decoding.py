@@ -207,7 +207,7 @@ def bench(
     from sequoia_plan.profiler.breakdown import breakdown
     from sequoia_plan.profiler.journal import discard, exclusive, journal_of
     from sequoia_plan.profiler.prompts import check_lengths, encode
-    from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
+    from sequoia_plan.runtime.pair import DEFAULT_DRAFT, INT8, LANGUAGE_MODEL, NO_DRAFT
 
     check_outputs(output, report, tree_file, prompts)
     if output:
@@ -225,6 +225,8 @@ def bench(
     half = held_out_half(all_prompts)[:limit]
     token_ids = [encode(pair.tokenizer, prompt.text) for prompt in half]
     resident = {name: models[name] for name in ("target", "draft", "device", "dtype")}
+    if models["draft"] == INT8:
+        resident["draft"] = NO_DRAFT  # the copy is compiled, and transformers runs modules
 
     journal = journal_of(output) if output else None
     with progress("bench", len(token_ids)) as on_prompt:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
-from sequoia_plan.runtime.backends.modules.self_draft import self_draft as copy_in_8_bits
 from sequoia_plan.runtime.models.architecture import (
     model_type,
     text_config,
@@ -194,10 +193,6 @@ class OffloadedModel:
             self.parts = OffloadedTarget(files, device, torch_dtype)
         self.model = _with_files(self.parts.backend, files)
 
-    def copy_in_8_bits(self) -> LoadedModel:
-        """A draft that is a copy of the target."""
-        return copy_in_8_bits(self.model, self.parts.layer)
-
     def place(self, draft: Any) -> None:
         """Load the layers that fit beside a draft, which may be None, and stream the others."""
         caches, draft_bytes = cache_bytes(self.model), 0
@@ -205,8 +200,7 @@ class OffloadedModel:
             self.parts.keep_head()
         if draft is not None:
             draft_bytes = own_bytes(draft, self.model)
-            is_copy = getattr(draft, "copy_of", None) is self.model
-            caches += 0 if is_copy else cache_bytes(draft)
+            caches += cache_bytes(draft)
         reads_chosen = getattr(self.parts, "routed", None) and self.link == "disk"
         split = split_memory(
             self.budget,

@@ -1,4 +1,4 @@
-"""Drafting with a language model, one pass a level; its KV cache is its own or the target's."""
+"""Drafting with a language model, one pass a level, with a KV cache of its own."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,13 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import (
-    LANGUAGE_MODEL,
-    SELF_DRAFT,
-    Drafting,
-    SequoiaPlanError,
-    TokenTree,
-)
+from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -38,8 +32,7 @@ class LanguageModelDrafter(Drafter):
         except SequoiaPlanError as error:
             raise SequoiaPlanError(f"draft: {error}") from error
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
-        if not self.drafting.shares_cache:
-            self.part_of_step = model.backend
+        self.part_of_step = model.backend
         if model.chains_only:
             raise SequoiaPlanError(
                 f"draft: {model_type(model)} has layers with a recurrent state, expected attention "
@@ -131,58 +124,3 @@ class LanguageModelDrafter(Drafter):
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""
         sequence.draft.commit(sequence.length + path, sequence.length)
-
-
-class SelfDrafter(LanguageModelDrafter):
-    """A copy of the target that uses the target's KV cache (see `LoadedModel.copy_of`).
-
-    It attends to the target's keys and values of committed tokens, which are nearly its own. Those
-    of nodes are its own until the target's pass over the tree writes the same slots.
-    """
-
-    drafting = SELF_DRAFT
-
-    def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
-        """One pass for each level that has children, over the nodes that have them."""
-        return passes_by_level(tree, tensors)
-
-    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
-        """The target reads the prompt."""
-
-    def logits_over_text(
-        self,
-        sequence: SequenceState,
-        slots: Tensor,
-        levels: Sequence[int],
-        aux_hidden_states: Tensor | None,
-    ) -> Tensor:
-        """See `Drafter`: the target's cache is left as it is.
-
-        A token attends to the target's keys and values before the root of its step, and to the
-        draft's own from the root on. The draft's own are written behind the text in another cache.
-        """
-        end, count = int(slots[-1]) + 1, slots.numel()
-        cache = self.new_cache(end + count)
-        for own, targets in zip(cache.blocks, sequence.draft.blocks, strict=True):
-            own[:, :, :, :end] = targets[:, :, :, :end]
-        positions = torch.arange(count, device=slots.device)
-        steps_begin = positions - torch.tensor(levels, device=slots.device).clamp(min=0)
-        roots = steps_begin.clamp(min=0)
-        sees_target = torch.arange(end, device=slots.device) < slots[roots][:, None]
-        sees_draft = (positions <= positions[:, None]) & (positions >= roots[:, None])
-        mask = additive_mask(torch.cat([sees_target, sees_draft], 1), self.model.dtype)
-        return self.model(cache, sequence.tokens[slots], slots, end + positions, mask).logits
-
-    def num_read_again(self, tree: TokenTree) -> int:
-        """None."""
-        return 0
-
-    def max_unread(self, tree: TokenTree) -> int:
-        """None: the target reads every token that is committed."""
-        return 0
-
-    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
-        """The target has read these tokens."""
-
-    def commit(self, sequence: SequenceState, path: Tensor) -> None:
-        """The target commits."""

@@ -16,7 +16,6 @@ from sequoia_plan.runtime.models.fused_layer import (
     can_fuse,
     has_gated_mlp,
     is_as_defined,
-    plain_linear,
 )
 from sequoia_plan.runtime.models.fused_norm import fused_norm
 
@@ -50,7 +49,7 @@ def fuse(
                 on_replaced(layer, layer_list[number])
     for module, name, child in _replaceable_children(model):
         if type(child).__name__ in FUSIBLE_NORMS:
-            setattr(module, name, fused_norm(child, child.weight, child.weight.dtype))
+            setattr(module, name, fused_norm(child, child.weight))
             on_replaced(child, getattr(module, name))
     for module in model.modules():
         layers: Any = getattr(module, "layers", None)
@@ -144,9 +143,7 @@ def _relative_error(expected: Tensor, computed: Tensor) -> float:
 
 def _fused(layer: Any) -> FusedLayer:
     """The fused layer that takes the place of `layer`, with its weights."""
-    tensors = dict(layer.named_parameters())
-    dtype = layer.post_attention_layernorm.weight.dtype
-    return FusedLayer(layer, tensors, dtype, plain_linear).eval()
+    return FusedLayer(layer, dict(layer.named_parameters())).eval()
 
 
 def _kind(layer: Any) -> Hashable:

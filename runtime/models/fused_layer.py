@@ -4,7 +4,7 @@ In passes over few tokens, a layer's small operations take longer than its matri
 products over the same input take longer than one.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,9 +34,6 @@ JOINED_WEIGHTS = tuple(
     f"{name}.{kind}" for names in JOINED.values() for kind in ("weight", "bias") for name in names
 )
 """The weights in a layer that are joined, in that order: each matrix below the one before it."""
-
-MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
-"""(weight [out, in], bias [out] or None) -> a linear layer: what kind a fused layer is made of."""
 
 
 def can_fuse(layer: nn.Module) -> bool:
@@ -113,30 +110,23 @@ class FusedLayer(nn.Module):
     next_norm: tuple[nn.Module | None] = (None,)
     """What reads this layer's output, which is not one of its modules."""
 
-    def __init__(
-        self,
-        layer: Any,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        make_linear: MakeLinear,
-    ) -> None:
+    def __init__(self, layer: Any, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.self_attn = FusedAttention(layer.self_attn, tensors, dtype, make_linear)
+        self.self_attn = FusedAttention(layer.self_attn, tensors)
         norms = {name: module for name, module in layer.named_children() if name.endswith("norm")}
         for name, norm in norms.items():  # EAGLE-3 has one more, and EAGLE-1 one that does nothing
             weight = tensors.get(f"{name}.weight")
-            setattr(self, name, norm if weight is None else fused_norm(norm, weight, dtype))
+            setattr(self, name, norm if weight is None else fused_norm(norm, weight))
         self.mlp = layer.mlp
         if has_gated_mlp(layer):
-            self.mlp = FusedMLP(layer.mlp.act_fn, tensors, make_linear)
+            self.mlp = FusedMLP(layer.mlp.act_fn, tensors)
         self.rows = {
             name: len(tensors[f"{name}.weight"])
             for name in (*QUERY_KEY_VALUE, *GATE_UP)
             if f"{name}.weight" in tensors
         }
-        if make_linear is plain_linear:  # others hold no weights of transformers' layer
-            self.register_state_dict_post_hook(_split_joined)
-            self.register_load_state_dict_pre_hook(_join_split)
+        self.register_state_dict_post_hook(_split_joined)
+        self.register_load_state_dict_pre_hook(_join_split)
 
     def forward(
         self,
@@ -182,13 +172,7 @@ def _join_split(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) ->
 class FusedAttention(nn.Module):
     """Self-attention whose queries, keys and values are one matrix product."""
 
-    def __init__(
-        self,
-        attention: Any,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        make_linear: MakeLinear,
-    ) -> None:
+    def __init__(self, attention: Any, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         config = attention.config
         self.layer_idx = attention.layer_idx
@@ -204,11 +188,11 @@ class FusedAttention(nn.Module):
         self.k_norm: RMSNorm | None = None
         if "self_attn.q_norm.weight" in tensors:
             self.q_norm, self.k_norm = (
-                fused_norm(norm, tensors[f"self_attn.{name}.weight"], dtype)
+                fused_norm(norm, tensors[f"self_attn.{name}.weight"])
                 for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm))
             )
-        self.qkv_proj = _joined_linear(tensors, QUERY_KEY_VALUE, make_linear)
-        self.o_proj = _joined_linear(tensors, ("self_attn.o_proj",), make_linear)
+        self.qkv_proj = _joined_linear(tensors, QUERY_KEY_VALUE)
+        self.o_proj = _joined_linear(tensors, ("self_attn.o_proj",))
 
     def forward(
         self,
@@ -271,16 +255,11 @@ class FusedAttention(nn.Module):
 class FusedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) whose gate and up projections are one matrix product."""
 
-    def __init__(
-        self,
-        activation: nn.Module,
-        tensors: Mapping[str, Tensor],
-        make_linear: MakeLinear,
-    ) -> None:
+    def __init__(self, activation: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.act_fn = activation
-        self.gate_up_proj = _joined_linear(tensors, GATE_UP, make_linear)
-        self.down_proj = _joined_linear(tensors, ("mlp.down_proj",), make_linear)
+        self.gate_up_proj = _joined_linear(tensors, GATE_UP)
+        self.down_proj = _joined_linear(tensors, ("mlp.down_proj",))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float [..., width] -> float [..., width]."""
@@ -314,13 +293,11 @@ def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor
     return torch.addcmul(heads * cos.unsqueeze(2), rotated_half, sin.unsqueeze(2))
 
 
-def _joined_linear(
-    tensors: Mapping[str, Tensor], names: tuple[str, ...], make_linear: MakeLinear
-) -> nn.Module:
+def _joined_linear(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> nn.Module:
     """One linear layer that computes those called `names`, their outputs side by side."""
     weights = [tensors[f"{name}.weight"].detach() for name in names]
     biases = [tensors[f"{name}.bias"].detach() for name in names if f"{name}.bias" in tensors]
-    return make_linear(_joined(weights), _joined(biases) if biases else None)
+    return plain_linear(_joined(weights), _joined(biases) if biases else None)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

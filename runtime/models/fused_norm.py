@@ -63,6 +63,6 @@ def add_before(norm: Any, x: Tensor, addend: Tensor) -> Tensor:
     return by_kernel("norm", x, add_and_norm, lambda: x + addend)
 
 
-def fused_norm(norm: Any, weight: Tensor, dtype: torch.dtype) -> RMSNorm:
-    """What takes the place of a norm of transformers, with a copy of `weight` in `dtype`."""
-    return RMSNorm(weight.detach().to(dtype, copy=True), norm.variance_epsilon).eval()
+def fused_norm(norm: Any, weight: Tensor) -> RMSNorm:
+    """What takes the place of a norm of transformers, with a copy of `weight`."""
+    return RMSNorm(weight.detach().clone(), norm.variance_epsilon).eval()

@@ -154,7 +154,6 @@ class LoadedModel:
         remarks: what a user should know about how it runs, a sentence each.
         d2t: of a draft that covers a part of its target's vocabulary, int64 [its vocabulary]: the
             target's token for each of its own.
-        copy_of: the model that this one is a copy of, whose keys and values it can read.
     """
 
     def __init__(
@@ -178,7 +177,6 @@ class LoadedModel:
         self.context = context_length(config)
         self.window, self.masks_by_layer_type = attention_window(config)
         self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
-        self.copy_of: LoadedModel | None = None
         self.d2t: Tensor | None = getattr(unwrapped(backend.module), "d2t", None)
 
     @property

@@ -42,6 +42,14 @@ def test_what_has_its_default_is_not_written():
     assert Plan(upper_bound=float("2.5"), speedup_by_kind={}).to_dict() == {"upper_bound": 2.5}
 
 
+def test_profiles_of_copies_that_shared_the_targets_cache_load():
+    """Their trees decode; the placement of the draft, which they record, is another one."""
+    text = PROFILE.to_yaml().replace("drafts_by_level: false", "drafts_by_level: true")
+    text = text.replace("draft_type: block", "shares_cache: true, draft_type: self")
+    drafting = Profile.from_bytes(text.encode(), "p").drafting
+    assert drafting == Drafting("self draft", 8, True, 8)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

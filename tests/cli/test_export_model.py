@@ -13,7 +13,6 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime.backends import copy_in_8_bits, loaded
 from sequoia_plan.runtime.draft.draft_file import save_as_folder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, embedded_draft, with_draft
 
@@ -74,14 +73,14 @@ def test_the_tokenizer_is_beside_it(folder, pair):
     assert tokenizer(text)["input_ids"] == pair.tokenizer(text)["input_ids"]
 
 
-@pytest.mark.parametrize("kind", [*PARTS, "int8", "language model"])
+@pytest.mark.parametrize("kind", [*PARTS, "language model"])
 def test_a_draft_that_is_from_no_file_of_ours_is_refused(kind, tmp_path):
     """In one line, also where Python is used and the command line does not see to it."""
     target = small_target()
     if kind in PARTS:
         draft = load(write(tmp_path / "draft", *PARTS[kind](target)), target)
     else:
-        draft = copy_in_8_bits(loaded(target)) if kind == "int8" else small_target(seed=1)
+        draft = small_target(seed=1)
     message = f"found a {type(draft).__name__} that is not from a draft .safetensors file, expected"
     with pytest.raises(ArgumentError, match=f"^draft: {message} [^\n]*$"):
         save_as_folder(draft, None, tmp_path / "new")

@@ -87,7 +87,7 @@ def text_and_probs(decoder, prompt, temperature, monkeypatch):
     return text, torch.cat(probs) if probs else torch.zeros(0)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "int8, own cache", "compiled"])
+@pytest.mark.parametrize("kind", [*KINDS, "compiled"])
 def test_short_prompts_see_nothing_of_an_earlier_sequence(kind, monkeypatch, request):
     """Whatever lies in the caches, text and drafts are the same, to the last bit."""
     if kind == "compiled":

@@ -4,7 +4,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from mtp import checkpoint
 from paths import DATA
@@ -12,8 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from sequoia_plan.runtime.backends import loaded, place
-from sequoia_plan.runtime.backends.modules import self_draft
+from sequoia_plan.runtime.backends import loaded
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
@@ -189,18 +187,7 @@ PARTS = {
 }
 
 
-def copy_with_its_cache(target, spread):
-    """A target's copy in 8 bits that shares its KV cache; `spread` sets the copy apart."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_draft, "draft_dtype", lambda target: target.dtype)
-        draft = self_draft.self_draft(place(target, "resident"))
-    for parameter in draft.module.model.layers.parameters():
-        if parameter.is_floating_point():
-            parameter.data.mul_(spread)
-    return draft
-
-
-KINDS = ["language model", "int8", "MTP", *PARTS]
+KINDS = ["language model", "MTP", *PARTS]
 
 
 def small_pair(kind, vocabulary=VOCABULARY, **settings):
@@ -211,10 +198,6 @@ def small_pair(kind, vocabulary=VOCABULARY, **settings):
     target = small_target(vocabulary=vocabulary)
     if kind == "language model":
         return target, small_target(seed=5, vocabulary=vocabulary)
-    if kind == "int8":
-        return target, copy_with_its_cache(target, spread=1.3)
-    if kind == "int8, own cache":
-        return target, self_draft.self_draft(place(target, "resident"))
     if vocabulary == 3:
         own = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
         settings |= own.get(kind, {})

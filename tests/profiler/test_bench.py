@@ -257,6 +257,16 @@ def test_transformers_has_an_assistant_where_it_cannot_use_the_draft(tmp_path, m
     assert answer["contenders"]["assisted"]["tokens_per_step"] > 1.2
 
 
+def test_transformers_methods_are_beside_a_copy_in_8_bits(tmp_path, monkeypatch):
+    """Without it: modules are loaded for them, and the copy is none."""
+    monkeypatch.chdir(tmp_path)
+    save_tree(TREE, "tree.safetensors")
+    words = "bench --limit 1 --tokens 8 --draft int8 --only generate --only sequoia --json"
+    answer = json.loads(succeed(*words.split()).stdout)
+    assert list(answer["contenders"]) == ["generate", "sequoia"]
+    assert answer["contenders"]["sequoia"]["tokens_per_step"] > 2
+
+
 def test_an_interrupted_bench_goes_on(run_bench, tmp_path, monkeypatch):
     """Stopped within the third prompt, started again: the first two are not decoded again."""
     decoded, stop = [], [7]

@@ -84,7 +84,7 @@ def test_new_memory_makes_new_graphs(monkeypatch):
 )
 @pytest.mark.parametrize(
     ("kind", "temperature"),
-    [("language model", 0.0), ("int8", 1.0), ("MTP", 1.0), ("EAGLE-3", 1.0), ("DFlash 2", 1.0)],
+    [("language model", 0.0), ("MTP", 1.0), ("EAGLE-3", 1.0), ("DFlash 2", 1.0)],
 )
 def test_only_the_parts_that_cannot_be_captured_run_as_they_are(
     kind, temperature, excluded, fails, captured, recwarn

@@ -21,6 +21,7 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
+from sequoia_plan.runtime.models.int8 import ROWS_AT_A_TIME, rows_in_8_bits
 
 EAGLE3, DFLASH = golden("eagle3"), golden("dflash")
 DEPTH = 4
@@ -236,3 +237,23 @@ def test_torch_checkpoints_are_read_as_well(tmp_path):
             value.equal(first[name]) for name, value in load(folder, target).state_dict().items()
         )
         (tmp_path / "draft" / "pytorch_model.bin").unlink()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_of_a_draft_file_is_off_by_at_most_half_its_rows_scale(dtype):
+    """Rows are of very different sizes, one of them all zeros."""
+    weight = torch.randn(ROWS_AT_A_TIME + 50, 24, generator=torch.Generator().manual_seed(0))
+    weight *= torch.logspace(-4, 2, len(weight))[:, None]
+    weight[3] = 0
+    integers, scales = rows_in_8_bits(weight, dtype)
+    assert integers.dtype == torch.int8 and scales.dtype == dtype
+    assert (integers.abs().amax(1)[weight.any(1)] == 127).all()
+
+    def largest_error(scales):
+        """In scales of the row."""
+        scales = scales.double()[:, None]
+        return ((weight.double() - integers.double() * scales).abs() / scales).max()
+
+    assert largest_error(scales) <= 0.5 + 1e-4
+    if dtype == torch.float32:  # the control: scales rounded after the integers were made
+        assert largest_error(scales.bfloat16()) > 0.6

@@ -14,6 +14,7 @@ from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.attention import attend_shared_heads
 from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error, num_fused_layers
 from sequoia_plan.runtime.models.fused_layer import can_fuse
+from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +112,7 @@ def test_fused_models_are_copied_and_pickled():
         assert relative_error(copied, expected, tokens) == 0
 
 
-@pytest.mark.parametrize("draft", ["smollm2-135m-eagle3", "int8"])
+@pytest.mark.parametrize("draft", EMBEDDED_DRAFTS)
 def test_the_embedded_pair_is_fused(draft):
     fused = load_pair(draft=draft, dtype="float32", placement="fused")
     plain = load_pair(draft=draft, dtype="float32", placement="resident")

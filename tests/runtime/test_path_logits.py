@@ -255,7 +255,7 @@ MOVES = st.lists(
 )
 
 
-GOING_ON = ("language model", "int8", "MTP", "EAGLE-3", "DFlash 2", "compiled")
+GOING_ON = ("language model", "MTP", "EAGLE-3", "DFlash 2", "compiled")
 
 
 @pytest.fixture(scope="module", params=GOING_ON)

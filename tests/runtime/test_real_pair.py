@@ -1,14 +1,16 @@
 """The embedded pair, in float32: what we generate is what transformers generates."""
 
+import re
+
 import pytest
 import torch
 from architectures import plain_text
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import copy_in_8_bits, place
-from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
+from sequoia_plan.runtime.offload.memory import cache_bytes, own_bytes
+from sequoia_plan.runtime.pair import INT8, LANGUAGE_MODEL, with_draft
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +61,7 @@ def test_greedy_equals_transformers(name, tree, num_prompts, least, pair, plain_
     draft = {
         "default": lambda: pair.draft,
         "language model": lambda: with_draft(pair, LANGUAGE_MODEL).draft,
-        "int8": lambda: copy_in_8_bits(place(plain_target, "resident")),
+        "int8": lambda: load_pair(draft=INT8, dtype="float32").draft,
     }[name]()
     cases = greedy[:num_prompts]
     assert tokens_per_step(pair, draft, tree, plain_target, cases) > least
@@ -68,8 +70,6 @@ def test_greedy_equals_transformers(name, tree, num_prompts, least, pair, plain_
 def test_placements_that_cannot_be_are_refused():
     with pytest.raises(ArgumentError, match="'attic', expected auto, resident, fused, compiled"):
         load_pair(placement="attic")
-    with pytest.raises(ArgumentError, match="placement compiled: found device cpu and draft int8"):
-        load_pair(draft="int8", placement="compiled")
 
 
 def test_where_weights_are_is_recorded(pair):
@@ -93,3 +93,39 @@ def test_streamed_from_the_packed_file(draft):
     prompt = held_out(pairs[0].tokenizer, 1)[0]
     texts = [SequoiaDecoder(p.target, p.draft, BUSHY).generate(prompt, 32) for p in pairs]
     assert texts[0].sequences.equal(texts[1].sequences) and texts[1].tokens_per_step > 1.4
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_copy_in_8_bits_drafts_the_targets_own_text(dtype):
+    """It is a language model like others, with all that takes, also beside a streamed target."""
+    in_memory = load_pair(draft=INT8, dtype=dtype)
+    assert in_memory.metadata["draft"]["name"] == "SmolLM2-135M-Instruct int8"
+    assert in_memory.metadata["draft"]["weights"] == "Q8_0"
+    options = {"draft": INT8, "dtype": dtype, "offload": "disk"}
+    with pytest.raises(SequoiaPlanError, match="173 MB for the draft") as refused:
+        load_pair(**options, memory=1)
+    least = float(re.search(r"at least (\S+) MB", str(refused.value))[1])
+    streamed = load_pair(**options, memory=f"{least + 40}MB")
+    placement = streamed.metadata["target"]
+    assert 0 < placement["resident_layers"] < placement["layers"]
+    assert placement["draft_bytes"] == own_bytes(streamed.draft, streamed.target)
+    assert placement["cache_bytes"] == 2 * cache_bytes(streamed.target)
+    prompts = held_out(in_memory.tokenizer, 2)
+    plain = SequoiaDecoder(in_memory.target, None, TokenTree.chain(1))
+    texts = [plain.generate(prompt, 32).sequences for prompt in prompts]
+    for pair in (in_memory, streamed):
+        decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(4))
+        for prompt, text in zip(prompts, texts, strict=True):
+            result = decoder.generate(prompt, 32)
+            assert result.sequences.equal(text) and result.tokens_per_step > 3.5
+        assert decoder.step.models.compiled_step
+
+
+@pytest.mark.parametrize("options", [{"placement": "fused"}, {"offload": "disk"}, {}])
+def test_a_target_that_pytorch_runs_has_no_copy_in_8_bits(options, folder):
+    """Heads of the folder's target are too small to be compiled."""
+    target = None if "placement" in options else str(folder / "target")
+    with pytest.raises(ArgumentError, match=r"draft int8: \S+ is run by PyTorch.*or none to look"):
+        load_pair(target, INT8, dtype="float32", **options)
+    with pytest.raises(ArgumentError, match=r"draft int8: .* is run by PyTorch"):
+        with_draft(load_pair(target, "none", dtype="float32"), INT8)
