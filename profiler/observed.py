@@ -78,8 +78,7 @@ def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
     total, off_spine = counts.sum(1), counts[:, 1] * shares[:, 1]
     spine = total - off_spine
     spine *= np.minimum(1, trials[:, 0] / np.maximum(spine.sum(-1), 1e-300))[:, None]
-    clipped: Floats = total - spine
-    return clipped
+    return total - spine
 
 
 def named_kinds(kinds: Sequence[str | None]) -> list[str]:

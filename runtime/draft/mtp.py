@@ -62,14 +62,13 @@ class MtpHead(nn.Module):
     ) -> Tensor:
         """Rows [batch, rows, hidden size] of embeddings and features -> rows after its norm."""
         normed = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(features)]
-        output: Tensor = self.block(
+        return self.block(
             inputs_embeds=self.fc(torch.cat(normed, -1)),
             position_ids=positions,
             attention_mask=mask,
             use_cache=cache is not None,
             **{CACHE_ARGUMENT: cache},
         ).last_hidden_state
-        return output
 
 
 class MtpDraft(HiddenStateDraft):
