@@ -112,7 +112,7 @@ class Acceptance:
 
     def with_one_class(self) -> Acceptance:
         """The acceptance of both node classes together."""
-        return Acceptance.counted(self.counts.with_classes(1)) if self.counts else self
+        return Acceptance.counted(self.counts.with_one_class()) if self.counts else self
 
     def pooled(self) -> Floats:
         """The rates of all levels together, to six digits, float64 [ranks].

@@ -90,7 +90,7 @@ class StepTime:
 
         It assumes the narrowest draft passes that the depth allows. Returns float64 [len(sizes)].
         """
-        widths = self.drafting.narrowest_widths(depth)
+        widths = self.drafting.pass_widths([1] * (depth - 1))  # of a chain
         draft_passes = self.draft_seconds(np.array(widths, int)).sum()
         work = self.target_seconds(sizes) + draft_passes + self.verification_seconds(sizes)
         return np.maximum(self.stream_seconds, work + self.latency.overhead)

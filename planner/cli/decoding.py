@@ -216,8 +216,6 @@ def bench(
     all_prompts = load(prompts or BUILT_IN)
     tree = load_tree(tree_file)
     settings = read_sampling({}, tree.plan.settings)
-    # transformers' assisted generation takes language models only
-    is_embedded = models["target"] is None and models["draft"] in (None, DEFAULT_DRAFT)
     pair = load_pair(**models)
     warn_if_foreign(tree.plan, pair)
     if prompts:
@@ -225,6 +223,9 @@ def bench(
     half = held_out_half(all_prompts)[:limit]
     token_ids = [encode(pair.tokenizer, prompt.text) for prompt in half]
     resident = {name: models[name] for name in ("target", "draft", "device", "dtype")}
+    # transformers' assisted generation takes language models only
+    if resident["target"] is None and resident["draft"] in (None, DEFAULT_DRAFT):
+        resident["draft"] = LANGUAGE_MODEL
 
     journal = journal_of(output) if output else None
     with progress("bench", len(token_ids)) as on_prompt:
@@ -239,7 +240,6 @@ def bench(
             only,
             on_prompt,
             journal=journal,
-            assistant=LANGUAGE_MODEL if is_embedded else None,
             kinds=[prompt.kind for prompt in half],
         )
     figures = breakdown(pair, tree, settings)

@@ -8,7 +8,7 @@ from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.backends import copy_in_8_bits, place
-from sequoia_plan.runtime.pair import LANGUAGE_MODEL, with_draft
+from sequoia_plan.runtime.pair import LANGUAGE_MODEL, add_draft
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,9 @@ def test_greedy_equals_transformers(name, tree, num_prompts, least, pair, plain_
     """And the shipped drafts are no stubs."""
     draft = {
         "default": lambda: pair.draft,
-        "language model": lambda: with_draft(pair, LANGUAGE_MODEL).draft,
+        "language model": lambda: (
+            add_draft(pair, LANGUAGE_MODEL, "cpu", "float32", "resident").draft
+        ),
         "int8": lambda: copy_in_8_bits(place(plain_target, "resident")),
     }[name]()
     cases = greedy[:num_prompts]
