@@ -1,7 +1,5 @@
 """Which backend runs a model: chosen when it is loaded, or when a decoder is given a module."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from importlib.util import find_spec

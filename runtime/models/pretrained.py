@@ -1,7 +1,5 @@
 """Where a model's files are, and what they say: a folder, a hub ID or a GGUF file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
