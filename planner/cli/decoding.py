@@ -205,13 +205,14 @@ def bench(
     from sequoia_plan.planner.solving.baselines import bench_trees
     from sequoia_plan.profiler.bench import check_names, compare
     from sequoia_plan.profiler.breakdown import breakdown
-    from sequoia_plan.profiler.journal import discard, exclusive, journal_of
+    from sequoia_plan.profiler.journal import exclusive
     from sequoia_plan.profiler.prompts import check_lengths, encode
     from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL
 
     check_outputs(output, report, tree_file, prompts)
+    journal = None
     if output:
-        click.get_current_context().with_resource(exclusive(output))
+        journal = click.get_current_context().with_resource(exclusive(output))
     check_names(only)
     all_prompts = load(prompts or BUILT_IN)
     tree = load_tree(tree_file)
@@ -227,7 +228,6 @@ def bench(
     if resident["target"] is None and resident["draft"] in (None, DEFAULT_DRAFT):
         resident["draft"] = LANGUAGE_MODEL
 
-    journal = journal_of(output) if output else None
     with progress("bench", len(token_ids)) as on_prompt:
         result = compare(
             pair,
@@ -245,9 +245,9 @@ def bench(
     figures = breakdown(pair, tree, settings)
     rounded_figures = {name: round(figure, 6) for name, figure in figures.items()}
     result = replace(result, breakdown=Breakdown(**rounded_figures))
-    if output:
+    if output and journal:
         result.save(output)
-        discard(journal)
+        journal.unlink(missing_ok=True)
     if report:
         from sequoia_plan.planner.report.page import page
 
