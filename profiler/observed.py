@@ -114,9 +114,7 @@ def collect(tallies: Sequence[dict[str, Any]], tree: TokenTree = TREE) -> Observ
     return ObservedAcceptance(trials, counts, [tally["lookup"] for tally in tallies], tree)
 
 
-def as_traversal_accepts(
-    counts: Floats, trials: Ints, reached: Floats, tree: TokenTree = TREE
-) -> Floats:
+def as_traversal_accepts(counts: Floats, trials: Ints, reached: Floats, tree: TokenTree) -> Floats:
     """The counts of `sequoia`, changed to what `traversal` accepts of the same draws.
 
     The counts of ranks that `tree` has on a level are multiplied by how many times as often

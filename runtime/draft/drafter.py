@@ -288,7 +288,7 @@ def draft_tree(
     sampling: Sampling,
     bits: Tensor,
     branching: int,
-    process: Callable[[Sequence[int], Tensor], Tensor] | None = None,
+    process: Callable[[Sequence[int], Tensor], Tensor] | None,
 ) -> DraftedTree:
     """Draft one tree: a forward pass and its children's draws for each pass.
 
