@@ -112,7 +112,7 @@ class Acceptance:
 
     def with_one_class(self) -> Acceptance:
         """The acceptance of both node classes together."""
-        return Acceptance.counted(self.counts.with_classes(1)) if self.counts else self
+        return Acceptance.counted(self.counts.with_one_class()) if self.counts else self
 
     def pooled(self) -> Floats:
         """The rates of all levels together, to six digits, float64 [ranks].
@@ -184,8 +184,7 @@ def estimate(trials: Floats, accepted: Floats) -> Floats:
     is_observed = class_trials > 0
     by_class = class_accepted / np.where(is_observed, class_trials, 1)[..., None]
     by_class = np.where(is_observed[..., None], by_class, by_level)
-    rates: Floats = by_level + signal * (by_class - by_level)
-    return rates
+    return by_level + signal * (by_class - by_level)
 
 
 def _with_deep_trials(trials: Floats, accepted: Floats) -> tuple[Floats, Floats]:
@@ -207,8 +206,7 @@ def _level_rates(trials: Floats, accepted: Floats) -> Floats:
     """
     levels = np.arange(len(trials))
     source_levels = np.maximum.accumulate(np.where(trials > 0, levels, 0))
-    rates: Floats = (accepted / np.maximum(trials, 1)[:, None])[source_levels]
-    return rates
+    return (accepted / np.maximum(trials, 1)[:, None])[source_levels]
 
 
 def _share_beyond_noise(trials: Floats, accepted: Floats, level_rates: Floats) -> float:

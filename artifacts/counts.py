@@ -95,10 +95,8 @@ class Counts:
         """Node classes that were counted separately: 1 or 2."""
         return self.trials.shape[1]
 
-    def with_classes(self, num_classes: int) -> Counts:
-        """The same counts, with both node classes added up if `num_classes` is 1."""
-        if num_classes >= self.num_classes:
-            return self
+    def with_one_class(self) -> Counts:
+        """The same counts, with both node classes added up."""
         return Counts(self.trials.sum(1, keepdims=True), self.accepted.sum(1, keepdims=True))
 
     @classmethod
@@ -123,7 +121,7 @@ class Counts:
 
     def to_file(self) -> list[dict[str, Any]]:
         """A list of levels, with counts to four digits."""
-        totals, document = self.with_classes(1), []
+        totals, document = self.with_one_class(), []
         for level in range(self.num_levels):
             entry = _class_counts(totals.trials[level, 0], totals.accepted[level, 0])
             if self.num_classes == 2 and level:

@@ -82,10 +82,6 @@ class Drafting(Artifact, frozen=True):
             return 0
         return 1 << (num_unread - 1).bit_length()
 
-    def narrowest_widths(self, depth: int) -> list[int]:
-        """Number of tokens in each draft pass for the narrowest tree of `depth` levels, a chain."""
-        return self.pass_widths([1] * (depth - 1))
-
 
 LANGUAGE_MODEL = Drafting("language model", first_width=2, drafts_by_level=True)
 """A language model with a KV cache of its own.

@@ -25,7 +25,6 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     to its target, and a file that is replaced keeps its permissions.
     """
     target = Path(os.path.realpath(path))
-    temporary = None
     try:
         old_mode = target.stat().st_mode if os.path.exists(target) else None
         if old_mode is not None and stat.S_ISDIR(old_mode):
@@ -33,19 +32,15 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         if old_mode is not None and not stat.S_ISREG(old_mode):
             target.write_bytes(data)  # a terminal or a pipe cannot be replaced
             return
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        # A temporary file is private, so it needs the permissions of a usual one.
-        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode) if old_mode else 0o666 & ~_umask())
-        os.replace(temporary, target)
+        with _place_beside(target) as temporary:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if old_mode is not None:
+                os.chmod(temporary, stat.S_IMODE(old_mode))
+            os.replace(temporary, target)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         problem = error.strerror or error
         raise SequoiaPlanError(
             f"{path}: cannot be written ({problem}); name a file in a folder that exists and is "
@@ -62,11 +57,9 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     check_new_folder(path)
     target = Path(os.path.realpath(path))
     try:
-        with tempfile.TemporaryDirectory(
-            dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True
-        ) as temporary:
-            yield Path(temporary)
-            os.chmod(temporary, 0o777 & ~_umask())  # a temporary folder is private
+        with _place_beside(target) as temporary:
+            temporary.mkdir()
+            yield temporary
             os.replace(temporary, target)
     except (OSError, SafetensorError) as error:
         problem = getattr(error, "strerror", None) or error
@@ -103,11 +96,13 @@ def check_writable(path: str | Path) -> None:
         )
 
 
-def _umask() -> int:
-    """The permissions that new files of this process lack."""
-    mask = os.umask(0)  # the system has no call that only reads the mask
-    os.umask(mask)
-    return mask
+@contextmanager
+def _place_beside(target: Path) -> Iterator[Path]:
+    """A path in a temporary folder beside `target`, for what takes its place once it is whole."""
+    with tempfile.TemporaryDirectory(
+        dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder) / target.name
 
 
 def read_bytes(path: str | Path, expected: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:

@@ -76,8 +76,7 @@ def weighted_median(values: Floats, weights: Floats) -> Floats:
     order = np.argsort(values, -1)
     shares = np.cumsum(weights[order], -1) / weights.sum()
     places = np.stack([(shares < half).sum(-1) for half in (0.5 - 1e-9, 0.5 + 1e-9)], -1)
-    result: Floats = np.take_along_axis(np.take_along_axis(values, order, -1), places, -1).mean(-1)
-    return result
+    return np.take_along_axis(np.take_along_axis(values, order, -1), places, -1).mean(-1)
 
 
 def student95(degrees_of_freedom: int) -> float:

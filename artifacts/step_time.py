@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,22 +34,14 @@ class StepTime:
         return cls(measured.latency, measured.drafting, looks_up) if measured.latency else None
 
     @cached_property
-    def _target_steps(self) -> tuple[Floats, Floats]:
-        """The measured sizes of the target's pass, and the seconds up to each of them."""
+    def target_seconds(self) -> Callable[[Any], Any]:
+        """Gives the seconds of the target's pass over each number of nodes."""
         return _step_function(self.latency.target)
 
     @cached_property
-    def _draft_steps(self) -> tuple[Floats, Floats]:
-        """The measured widths of a draft pass, and the seconds up to each of them."""
+    def draft_seconds(self) -> Callable[[Any], Any]:
+        """Gives the seconds of a draft pass over each number of nodes."""
         return _step_function(self.latency.draft)
-
-    def target_seconds(self, sizes: int | NDArray[np.integer]) -> Any:
-        """Seconds of the target's pass over each number of nodes."""
-        return _evaluate(self._target_steps, sizes)
-
-    def draft_seconds(self, widths: int | NDArray[np.integer]) -> Any:
-        """Seconds of a draft pass over each number of nodes."""
-        return _evaluate(self._draft_steps, widths)
 
     def verification_seconds(self, sizes: int | NDArray[np.integer]) -> Any:
         """Seconds of a step besides its passes; 0 where the target's times include them."""
@@ -90,7 +82,7 @@ class StepTime:
 
         It assumes the narrowest draft passes that the depth allows. Returns float64 [len(sizes)].
         """
-        widths = self.drafting.narrowest_widths(depth)
+        widths = self.drafting.pass_widths([1] * (depth - 1))  # of a chain
         draft_passes = self.draft_seconds(np.array(widths, int)).sum()
         work = self.target_seconds(sizes) + draft_passes + self.verification_seconds(sizes)
         return np.maximum(self.stream_seconds, work + self.latency.overhead)
@@ -109,18 +101,9 @@ class StepTime:
         return replace(self, looks_up=False).step_seconds(TokenTree.chain(1))
 
 
-def _step_function(points: Mapping[int, float]) -> tuple[Floats, Floats]:
-    """The cheapest measured time at each measured size or above, with inf beyond the largest.
-
-    Returns float64 [n] and [n + 1].
-    """
-    sizes = sorted(points)
-    seconds_from_largest = [points[size] for size in sizes][::-1]
-    seconds = np.minimum.accumulate(seconds_from_largest)[::-1]
-    return np.array(sizes, float), np.append(seconds, np.inf)
-
-
-def _evaluate(step_function: tuple[Floats, Floats], sizes: int | NDArray[np.integer]) -> Any:
-    """The seconds of passes over `sizes` nodes, taken from the next measured size."""
-    measured_sizes, seconds = step_function
-    return seconds[np.searchsorted(measured_sizes, sizes)]
+def _step_function(points: Mapping[int, float]) -> Callable[[Any], Any]:
+    """Gives the cheapest time measured at a size or above it, and inf beyond the largest one."""
+    sizes = np.array(sorted(points), float)
+    seconds_from_largest = [points[size] for size in sizes[::-1]]
+    seconds = np.append(np.minimum.accumulate(seconds_from_largest)[::-1], np.inf)
+    return lambda numbers: seconds[np.searchsorted(sizes, numbers)]

@@ -3,8 +3,6 @@
 Requests and answers are JSON lines, and the process ends when this program does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -28,7 +28,6 @@ from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.backends import RESIDENT
 from sequoia_plan.runtime.models.dtype import dtype_name
-from sequoia_plan.runtime.pair import with_draft
 
 TRANSFORMERS_METHODS = {"generate", "assisted", "lookup"}
 LOOKUP_TOKENS = 10
@@ -92,12 +91,11 @@ def compare(
     on_prompt: Callable[[int], None] = lambda done: None,
     deadline: float = math.inf,
     journal: Path | None = None,
-    assistant: str | None = None,
     kinds: Sequence[str | None] = (),
 ) -> BenchResult:
     """Run the methods of decoding on the prompts, with the plan's prediction for each of ours.
 
-    `assistant` names the draft of transformers' assisted generation, if it is another one.
+    The draft of the pair for transformers, which is loaded if it is needed, may be another one.
     """
     context = sum(map(len, prompts)) // max(len(prompts), 1)
     chosen, models, plan = set(only or TITLES), pair.metadata, tree.for_context(context).plan
@@ -105,9 +103,9 @@ def compare(
     transformers_pair = pair
     if pair.placement != RESIDENT and TRANSFORMERS_METHODS & chosen:
         transformers_pair = load_transformers_pair()
-    if assistant and "assisted" in chosen:
-        transformers_pair = with_draft(transformers_pair, assistant)
-        models = models | {"assistant": transformers_pair.metadata["draft"]}
+        assistant = transformers_pair.metadata.get("draft", {})
+        if "assisted" in chosen and assistant.get("name") != models.get("draft", {}).get("name"):
+            models = models | {"assistant": assistant}
     methods = make_methods(pair, transformers_pair, trees, sampling, tokens, only)
     # the trees of the other methods follow from this one
     shapes = [

@@ -58,20 +58,15 @@ def time_parts(step: CapturedStep, extent: int, sampling: Sampling) -> dict[str,
         root = int(length)
         step_seconds = timed(step.device, lambda: step.launch(root, sampling)(root))[1]
         step.sequence.length.copy_(length)
-        *draft, target, verify = compiled.seconds(step.compiled_tree)
-        parts = {"draft": sum(draft), "target": target, "verify": verify}
-        return {"step": step_seconds, **parts, "host": step_seconds - sum(parts.values())}
-    drafted, draft_seconds = timed(step.device, partial(step.run_draft, extent, sampling))
-    logits, target_seconds = timed(step.device, partial(step.run_target, extent))
-    run_verification = partial(step.run_verification, logits, drafted, sampling)
-    verify_seconds = timed(step.device, run_verification)[1]
-    step.sequence.length.copy_(length)  # undoes the tokens that were committed
-    step_seconds = timed(step.device, run_step)[1]
-    step.sequence.length.copy_(length)
-    return {
-        "step": step_seconds,
-        "draft": draft_seconds,
-        "target": target_seconds,
-        "verify": verify_seconds,
-        "host": step_seconds - draft_seconds - target_seconds - verify_seconds,
-    }
+        *draft_passes, target, verify = compiled.seconds(step.compiled_tree)
+        draft = sum(draft_passes)
+    else:
+        drafted, draft = timed(step.device, partial(step.run_draft, extent, sampling))
+        logits, target = timed(step.device, partial(step.run_target, extent))
+        run_verification = partial(step.run_verification, logits, drafted, sampling)
+        verify = timed(step.device, run_verification)[1]
+        step.sequence.length.copy_(length)  # undoes the tokens that were committed
+        step_seconds = timed(step.device, run_step)[1]
+        step.sequence.length.copy_(length)
+    parts = {"draft": draft, "target": target, "verify": verify}
+    return {"step": step_seconds, **parts, "host": step_seconds - sum(parts.values())}

@@ -1,12 +1,11 @@
 """The machine that a profile was measured on."""
 
-import os
 import platform
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
@@ -62,21 +61,11 @@ def run_small_kernel(device: str) -> bool:
 def idle_cores() -> float | None:
     """How many of the machine's cores did nothing on average, while this waited for a moment.
 
-    None where Linux's /proc does not say.
+    None where the system does not say.
     """
-    try:
-        idle_before, started = _idle_seconds(), time.perf_counter()
-        time.sleep(0.3)
-        return (_idle_seconds() - idle_before) / (time.perf_counter() - started)
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _idle_seconds() -> float:
-    """Seconds since the start that cores were idle or waited for disks, summed over all cores."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()  # cpu user nice system idle
-    idle_ticks = int(fields[4]) + int(fields[5])
-    return idle_ticks / float(os.sysconf("SC_CLK_TCK"))
+    with suppress(OSError):
+        return sum(1 - busy / 100 for busy in psutil.cpu_percent(0.3, percpu=True))
+    return None
 
 
 def differences(

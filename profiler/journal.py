@@ -14,12 +14,6 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 
 
-def journal_of(output: str | Path) -> Path:
-    """The path of the journal for `output`, beside it."""
-    path = Path(output)
-    return path.with_name(f".{path.name}.journal")
-
-
 class Journal:
     """Results by name; a file with all of them is written anew after each one, atomically.
 
@@ -47,16 +41,11 @@ class Journal:
         return self.results[name]
 
 
-def discard(path: Path | None) -> None:
-    """Remove a journal, once the output that it was for is written."""
-    if path is not None:
-        path.unlink(missing_ok=True)
-
-
 @contextmanager
-def exclusive(output: str | Path) -> Iterator[None]:
-    """Let no other process measure for this file until the context ends."""
-    path = Path(output).with_name(f".{Path(output).name}.lock")
+def exclusive(output: str | Path) -> Iterator[Path]:
+    """Let no other process measure for this file until the context ends; yields its journal."""
+    name = f".{Path(output).name}"
+    path, journal = (Path(output).with_name(f"{name}.{kind}") for kind in ("lock", "journal"))
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
@@ -66,7 +55,7 @@ def exclusive(output: str | Path) -> Iterator[None]:
             "another file with -o"
         ) from error
     try:
-        yield
+        yield journal
     finally:
         if os.name == "posix":  # Windows removes the file when the lock is released
             path.unlink(missing_ok=True)

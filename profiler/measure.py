@@ -44,7 +44,6 @@ def measure_acceptance(
     *,
     precision: float = 0.07,
     tokens_per_prompt: int = 32,
-    ranks: int = RANKS,
     tree: TokenTree | None = None,
     journal: Path | None = None,
     on_prompt: OnPrompt = lambda num_prompts, max_prompts, observed: None,
@@ -60,11 +59,11 @@ def measure_acceptance(
         [list(map(int, prompt)) for prompt in prompts],
         sampling.settings(),
         tokens_per_prompt,
-        ranks,
+        RANKS,
         None if tree is None else tree.parents.tolist(),
     ]
     results = Journal(journal, work)
-    measure_prompt = ForcedAcceptance(pair, ranks, uses_traversal(sampling), tree)
+    measure_prompt = ForcedAcceptance(pair, RANKS, uses_traversal(sampling), tree)
     tallies, durations = [], list[float]()
     for number, prompt in enumerate(prompts):
         started = time.perf_counter()

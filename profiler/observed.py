@@ -34,13 +34,10 @@ class ObservedAcceptance:
     lookup: Sequence[dict[str, Any] | None] = ()
     tree: TokenTree = TREE
 
-    def totals(self, prompts: Any = slice(None)) -> Counts:
-        """Counts over all or some prompts, down to the last level with trials on any prompt."""
+    def totals(self) -> Counts:
+        """Counts over all prompts, down to the last level with trials on any prompt."""
         num_levels = int(np.flatnonzero(self.trials.sum((0, 2)))[-1]) + 1
-        trials = self.trials[prompts].sum(0)[:num_levels]
-        counts = self.counts[prompts].sum(0)[:num_levels]
-        if trials.shape[1] == 1:
-            return Counts(trials, counts.round(4))
+        trials, counts = (n.sum(0)[:num_levels] for n in (self.trials, self.counts))
         # a file has totals and the part off the spine
         total, off_spine = counts.sum(1).round(4), _clipped_off_spine(trials, counts).round(4)
         return Counts(trials, np.stack([total - off_spine, off_spine], 1))
@@ -78,8 +75,7 @@ def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
     total, off_spine = counts.sum(1), counts[:, 1] * shares[:, 1]
     spine = total - off_spine
     spine *= np.minimum(1, trials[:, 0] / np.maximum(spine.sum(-1), 1e-300))[:, None]
-    clipped: Floats = total - spine
-    return clipped
+    return total - spine
 
 
 def named_kinds(kinds: Sequence[str | None]) -> list[str]:
@@ -118,9 +114,7 @@ def collect(tallies: Sequence[dict[str, Any]], tree: TokenTree = TREE) -> Observ
     return ObservedAcceptance(trials, counts, [tally["lookup"] for tally in tallies], tree)
 
 
-def as_traversal_accepts(
-    counts: Floats, trials: Ints, reached: Floats, tree: TokenTree = TREE
-) -> Floats:
+def as_traversal_accepts(counts: Floats, trials: Ints, reached: Floats, tree: TokenTree) -> Floats:
     """The counts of `sequoia`, changed to what `traversal` accepts of the same draws.
 
     The counts of ranks that `tree` has on a level are multiplied by how many times as often

@@ -50,8 +50,7 @@ def drift_free_quartiles(times: Floats) -> Floats:
     """
     slowdowns = times / np.nanmedian(times, -1, keepdims=True)
     drift = np.nanmedian(slowdowns.reshape(-1, times.shape[-1]), 0)
-    quartiles: Floats = np.nanquantile(times / drift, [0.25, 0.5, 0.75], axis=-1)
-    return quartiles
+    return np.nanquantile(times / drift, [0.25, 0.5, 0.75], axis=-1)
 
 
 def text_prompt(pair: Pair, context: int, texts: Sequence[Sequence[int]]) -> Tensor:

@@ -30,9 +30,7 @@ def bushy(size: int, max_depth: int | None = None, children: int = 3) -> TokenTr
         children += 1
 
 
-def trees_to_time(
-    max_nodes: int, max_children: int, max_depth: int | None = None
-) -> list[TokenTree]:
+def trees_to_time(max_nodes: int, max_children: int, max_depth: int | None) -> list[TokenTree]:
     """Chains and wide trees."""
     chains = [TokenTree.chain(min(size, max_depth or size)) for size in CHAIN_SIZES]
     wide = [bushy(size, max_depth) for size in WIDE_SIZES]

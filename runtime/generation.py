@@ -268,5 +268,4 @@ def check_attention_mask(mask: Any, num_tokens: int) -> None:
 
 def _values(numbers: Any) -> list[Any]:
     """The entries of a tensor, an array or nested lists, one after the other."""
-    values: list[Any] = torch.as_tensor(numbers).flatten().tolist()
-    return values
+    return torch.as_tensor(numbers).flatten().tolist()

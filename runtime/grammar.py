@@ -1,7 +1,5 @@
 """Structured output: texts of a JSON schema, a regular expression or a grammar, by xgrammar."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """transformers' logits processors on the paths of a token tree."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any

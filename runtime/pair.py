@@ -22,7 +22,7 @@ from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, l
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason
-from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
+from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.gguf import is_gguf
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.models.pretrained import find_model, name_of
@@ -154,16 +154,6 @@ def load_pair(
         if sizes[1] > sizes[0]:
             remark = f"the draft has {sizes[1]:,} parameters, the target {sizes[0]:,}: swap them?"
             pair = replace(pair, remarks=(*pair.remarks, remark))
-    return pair
-
-
-def with_draft(pair: Pair, draft: str) -> Pair:
-    """The same target with another draft, as transformers loads it."""
-    metadata = {"target": pair.metadata["target"]}
-    dtype = dtype_name(pair.target.dtype)
-    pair = replace(pair, metadata=metadata)
-    pair = add_draft(pair, draft, str(pair.target.device), dtype, RESIDENT)
-    pair.metadata["draft"] = pair.metadata["draft"] | pair.draft.metadata()
     return pair
 
 

@@ -1,7 +1,5 @@
 """A text that goes on: a conversation, or several continuations of one prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sequoia_plan.artifacts import ArgumentError

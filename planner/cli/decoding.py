@@ -205,19 +205,18 @@ def bench(
     from sequoia_plan.planner.solving.baselines import bench_trees
     from sequoia_plan.profiler.bench import check_names, compare
     from sequoia_plan.profiler.breakdown import breakdown
-    from sequoia_plan.profiler.journal import discard, exclusive, journal_of
+    from sequoia_plan.profiler.journal import exclusive
     from sequoia_plan.profiler.prompts import check_lengths, encode
     from sequoia_plan.runtime.pair import DEFAULT_DRAFT, INT8, LANGUAGE_MODEL, NO_DRAFT
 
     check_outputs(output, report, tree_file, prompts)
+    journal = None
     if output:
-        click.get_current_context().with_resource(exclusive(output))
+        journal = click.get_current_context().with_resource(exclusive(output))
     check_names(only)
     all_prompts = load(prompts or BUILT_IN)
     tree = load_tree(tree_file)
     settings = read_sampling({}, tree.plan.settings)
-    # transformers' assisted generation takes language models only
-    is_embedded = models["target"] is None and models["draft"] in (None, DEFAULT_DRAFT)
     pair = load_pair(**models)
     warn_if_foreign(tree.plan, pair)
     if prompts:
@@ -227,8 +226,10 @@ def bench(
     resident = {name: models[name] for name in ("target", "draft", "device", "dtype")}
     if models["draft"] == INT8:
         resident["draft"] = NO_DRAFT  # the copy is compiled, and transformers runs modules
+    # transformers' assisted generation takes language models only
+    if resident["target"] is None and resident["draft"] in (None, DEFAULT_DRAFT):
+        resident["draft"] = LANGUAGE_MODEL
 
-    journal = journal_of(output) if output else None
     with progress("bench", len(token_ids)) as on_prompt:
         result = compare(
             pair,
@@ -241,15 +242,14 @@ def bench(
             only,
             on_prompt,
             journal=journal,
-            assistant=LANGUAGE_MODEL if is_embedded else None,
             kinds=[prompt.kind for prompt in half],
         )
     figures = breakdown(pair, tree, settings)
     rounded_figures = {name: round(figure, 6) for name, figure in figures.items()}
     result = replace(result, breakdown=Breakdown(**rounded_figures))
-    if output:
+    if output and journal:
         result.save(output)
-        discard(journal)
+        journal.unlink(missing_ok=True)
     if report:
         from sequoia_plan.planner.report.page import page
 

@@ -36,7 +36,7 @@ class CommandGroup(click.Group):
         try:
             try:
                 with warnings.catch_warnings():
-                    warnings.showwarning = _show_warning
+                    warnings.showwarning = lambda message, *_, **__: _warn(message)
                     return super().main(*args, **options)
             finally:
                 sys.stdout.flush()  # the last output may fail only when it leaves the buffer
@@ -60,7 +60,7 @@ class CommandGroup(click.Group):
             ctx.exit(getattr(error, "exit_code", 1))
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
+def _warn(message: Warning | str) -> None:
     """Print a warning on stderr as the other messages are, without the code that gave it."""
     click.echo(f"Warning: {printable(str(message))}", err=True)
 

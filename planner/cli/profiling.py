@@ -97,7 +97,7 @@ def profile(
     from sequoia_plan.artifacts.prompts import BUILT_IN, load, measuring_half
     from sequoia_plan.planner.report.profile_summary import describe_profile
     from sequoia_plan.profiler import measure
-    from sequoia_plan.profiler.journal import discard, exclusive, journal_of
+    from sequoia_plan.profiler.journal import exclusive
     from sequoia_plan.profiler.prompts import check_lengths
 
     settings = read_sampling(sampling)
@@ -106,14 +106,13 @@ def profile(
     tree = _read_tree(tree_file) if tree_file else None
     check_writable(output)
     refuse_to_replace(output, prompts, tree_file)
-    click.get_current_context().with_resource(exclusive(output))
+    journal = click.get_current_context().with_resource(exclusive(output))
     all_prompts = load(prompts or BUILT_IN)
     pair = load_pair(**models)
     if prompts:
         check_lengths(prompts, all_prompts, pair)
     measured_prompts = measuring_half(all_prompts)
 
-    journal = journal_of(output)
     with progress("acceptance", len(measured_prompts)) as update:
 
         def on_size(size: int, seconds: float) -> None:
@@ -138,7 +137,7 @@ def profile(
             journal=journal,
         )
     measured.save(output)
-    discard(journal)
+    journal.unlink(missing_ok=True)
     accepted_at_root = float(measured.acceptance.rates[0, 0].sum())
     if accepted_at_root < MIN_FITTING_ACCEPTANCE:
         warn(

@@ -1,15 +1,13 @@
-"""What the pages have in common: one style, light and dark, and plots as inline SVG in the page's
+"""What the pages have in common: one style, light and dark, and a tree as inline SVG in the page's
 colours."""
 
-from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
+from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.planner.report import panels
 
-INK, LINE = "#010203", "#010204"
-"""Placeholders in a plot for the page's colours of text and of lines; plots use them for nothing
-else."""
+INK = "#010203"
+"""Placeholder in a plot for the page's colour of text; plots use it for nothing else."""
 
 WIDTH, HEIGHT = 4.9, 3.6
 """Inches of a plot: text of 10 points can then be read where a telephone shrinks it, and is not
@@ -40,9 +38,6 @@ figure{margin:0}svg{width:100%;height:auto}svg text{font-family:system-ui,sans-s
 @media print{figure,table{break-inside:avoid}}"""
 """The style sheet of all pages; a line ends with a backslash where the sheet goes on in it."""
 
-Plot = tuple[Callable[[Any], None], str, float]
-"""A function that draws onto axes, the plot's caption, and its height in inches."""
-
 
 def document(title: str, body: str) -> str:
     """The whole page."""
@@ -54,14 +49,11 @@ def document(title: str, body: str) -> str:
     )
 
 
-def figures(plots: Sequence[Plot]) -> str:
-    """The plots with their captions as HTML, side by side where there is room."""
-    html = ""
-    for number, (draw, caption, height) in enumerate(plots):
-        style = panels.style(INK, LINE, f"plot {number}") | {"axes.facecolor": "none"}
-        picture = panels.picture([draw], (WIDTH, height), style | {"svg.fonttype": "none"})
-        text = picture.decode().replace(INK, "currentColor").replace(LINE, "var(--line)")
-        svg = text[text.index("<svg") :]  # without the XML declaration
-        svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)
-        html += f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
-    return f'<div class="plots">{html}</div>'
+def figure(tree: TokenTree, acceptance: Acceptance | None, caption: str) -> str:
+    """A tree with its caption as HTML."""
+    picture = panels.picture([(tree, acceptance, "")], (WIDTH, HEIGHT), INK, in_page=True)
+    text = picture.decode().replace(INK, "currentColor")
+    svg = text[text.index("<svg") :]  # without the XML declaration
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)
+    caption = f"<figcaption>{escape(caption)}</figcaption>"
+    return f'<div class="plots"><figure>{svg}{caption}</figure></div>'

@@ -1,20 +1,18 @@
-"""bench's result as one HTML file to mail: no network, no script, light and dark, plots as inline
-SVG."""
+"""bench's result as one HTML file to mail: no network, no script, light and dark, the tree as
+inline SVG."""
 
 from collections.abc import Mapping
-from functools import partial
 from html import escape
 from typing import Any
 
 from sequoia_plan.artifacts import BenchResult, TokenTree
-from sequoia_plan.planner.report import panels
 from sequoia_plan.planner.report.bench_table import (
     finding,
     settings_text,
     step_parts_text,
     table,
 )
-from sequoia_plan.planner.report.html import HEIGHT, document, figures
+from sequoia_plan.planner.report.html import document, figure
 from sequoia_plan.planner.report.tables import html_facts, html_paragraphs, html_table
 
 TABLE_NOTE = (
@@ -30,7 +28,6 @@ def page(tree: TokenTree, result: BenchResult) -> str:
     names = [str(model["name"]) for model in models.values() if model.get("name")]
     title = f"Speculative decoding of {' with '.join(names)}" if names else "Speculative decoding"
     caption = "The tree. A node's area and shade are its probability of being accepted."
-    draw_tree = partial(panels.tree_panel, tree, plan.acceptance, "")
     made_by = ", ".join(filter(None, (plan.tool, plan.solver, plan.objective)))
     return document(
         title,
@@ -39,7 +36,7 @@ def page(tree: TokenTree, result: BenchResult) -> str:
         + html_paragraphs("soft", settings_text(result))
         + html_table(table(result))
         + html_paragraphs("soft", step_parts_text(result), TABLE_NOTE)
-        + figures([(draw_tree, caption, HEIGHT)] if tree.size > 1 else [])
+        + (figure(tree, plan.acceptance, caption) if tree.size > 1 else "")
         + html_facts(
             {role: _metadata_text(model) for role, model in models.items()}
             | {"machine": _metadata_text(result.hardware), "tree": tree, "made by": made_by}

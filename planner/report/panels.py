@@ -1,7 +1,7 @@
-"""The drawing of a tree onto axes, and the style that all drawings share."""
+"""The drawing of trees side by side."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,52 +10,41 @@ from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import node_values
 
-GREEN, AMBER, BLUE = "#2f9d5f", "#c0803a", "#5b8fc6"
-"""Colours that are readable on white and on black."""
 EDGE_COLOUR = "#8fa297"
 MAX_LEVEL_TICKS = 12
 DPI = 160
-
-
-def style(ink: str, line: str, seed: str) -> dict[str, Any]:
-    """The rcParams that all drawings share."""
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    return dict.fromkeys((*inked, "legend.labelcolor"), ink) | {
-        "grid.color": line,
-        "svg.hashsalt": seed,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "axes.axisbelow": True,
-        "font.family": "sans-serif",
-    }
+Panel = tuple[TokenTree, Acceptance | None, str]
+"""A tree, the acceptance that gives the values of its nodes, and a title."""
 
 
 def picture(
-    panels: Sequence[Callable[[Any], None]],
+    panels: Sequence[Panel],
     inches: tuple[float, float],
-    settings: dict[str, Any],
+    ink: str,
     suffix: str = "svg",
+    *,
+    in_page: bool = False,
 ) -> bytes:
-    """The file with these drawings side by side; equal drawings give equal bytes."""
+    """The file with these trees, also to be seen through; equal trees give equal bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(settings | {"font.size": 10}):
+    settings: dict[str, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "ytick.color"), ink)
+    settings |= {"font.size": 10, "svg.hashsalt": "sequoia-plan"}
+    settings["svg.fonttype"] = "none" if in_page else "path"
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=inches, layout="constrained")
-        for draw, axes in zip(
-            panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True
-        ):
-            draw(axes)
+        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for panel, axes in zip(panels, all_axes, strict=True):
+            _draw(*panel, axes)
         file = io.BytesIO()
         metadata = {"Date": None} if suffix == "svg" else None
-        transparent = settings.get("axes.facecolor") == "none"
-        figure.savefig(file, format=suffix, dpi=DPI, metadata=metadata, transparent=transparent)
+        figure.savefig(file, format=suffix, dpi=DPI, metadata=metadata, transparent=in_page)
     return file.getvalue()
 
 
-def tree_panel(tree: TokenTree, acceptance: Acceptance | None, title: str, axes: Any) -> None:
-    """Draw the tree level by level.
+def _draw(tree: TokenTree, acceptance: Acceptance | None, title: str, axes: Any) -> None:
+    """Draw a tree level by level.
 
     A node's area grows with its value, the probability that it is accepted. Without acceptance,
     all nodes look alike.

@@ -106,8 +106,7 @@ class SpeedProblem(Problem):
         `tokens` float64 [sizes]; returns float64 [sizes].
         """
         seconds = self.times.min_step_seconds(np.arange(1, len(tokens) + 1), least_depth)
-        bounds: Floats = (tokens + self.other_tokens) / (seconds + self.other_seconds)
-        return bounds
+        return (tokens + self.other_tokens) / (seconds + self.other_seconds)
 
     def quick_bound(self, least_depth: int) -> float:
         """Tokens a second that no tree of at least so many levels exceeds.

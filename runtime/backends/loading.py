@@ -1,7 +1,5 @@
 """Which backend runs a model: chosen when it is loaded, or when a decoder is given a module."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from importlib.util import find_spec
@@ -77,7 +75,7 @@ def keep_loaded(module: Any, model: LoadedModel) -> None:
     keeper.model = model
 
 
-def _backend_of(module: Any, bits: int | None = None) -> Backend:
+def _backend_of(module: Any) -> Backend:
     """What runs a module in memory."""
     if not CAN_COMPILE or not isinstance(module, PreTrainedModel) or module.device.type != "cpu":
         return ModuleBackend(module)
@@ -88,7 +86,7 @@ def _backend_of(module: Any, bits: int | None = None) -> Backend:
     needed, free = needed_bytes(module), free_memory(module.device)
     if needed < free:
         with contextlib.suppress(SequoiaPlanError):
-            return PackedModule(module, bits)
+            return PackedModule(module)
     elif not why_not_module(module):
         warnings.warn(
             f"{model_type(module)}: PyTorch runs it, because a copy of its weights needs "

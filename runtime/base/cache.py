@@ -180,10 +180,6 @@ class CacheLayer(CacheLayerMixin):
         """How many slots there are."""
         return self.cache.capacity
 
-    def get_max_cache_shape(self) -> int:
-        """The same, by the name that older versions of transformers (5.10) call."""
-        return self.cache.capacity
-
 
 def round_up(count: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `count`."""

@@ -1,7 +1,5 @@
 """Logits processors on a token tree: a node's logits depend on the tokens on its path."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 

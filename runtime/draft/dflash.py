@@ -50,11 +50,6 @@ class DFlashDrafter(HiddenStateDrafter):
         fields = {"input_slots": block, **fields}
         return DraftPass(offsets=block, mask=no_mask, logit_rows=logit_rows, **fields)
 
-    @property
-    def levels_at_once(self) -> int:
-        """See `HiddenStateDrafter`."""
-        return int(self.model.block.levels)
-
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
         """See `Drafter`: the same for every tree; drawing is timed with verification.
 

@@ -140,8 +140,7 @@ def _load(
 def _embeddings_of(target: LoadedModel) -> nn.Embedding:
     """The target's own, or a copy where it has them packed."""
     if target.module is not None:
-        embeddings: nn.Embedding = target.module.get_input_embeddings()
-        return embeddings
+        return target.module.get_input_embeddings()
     table = target.backend.embed(torch.arange(target.num_embeddings))
     return nn.Embedding.from_pretrained(table)
 

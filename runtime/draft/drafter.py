@@ -171,11 +171,6 @@ class HiddenStateDrafter(Drafter):
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
 
-    @property
-    def levels_at_once(self) -> int | None:
-        """Levels whose logits a step always computes; None: as many as are asked for."""
-        return None
-
     def logits_over_text(
         self,
         sequence: SequenceState,
@@ -185,7 +180,7 @@ class HiddenStateDrafter(Drafter):
     ) -> Tensor:
         """See `Drafter`; each step is drafted as a chain whose tokens are known."""
         assert aux_hidden_states is not None
-        chain = TokenTree.chain((self.levels_at_once or max(max(levels), 0) + 1) + 1)
+        chain = TokenTree.chain(min(max(0, *levels) + 2, self.model.drafting.max_depth))
         tensors = TreeTensors.of(chain, slots.device, self.model.dtype)
         # while a step is drafted, the sequence is as long as the text before its root
         length, passes = sequence.length.clone(), self.passes(chain, tensors)
@@ -293,7 +288,7 @@ def draft_tree(
     sampling: Sampling,
     bits: Tensor,
     branching: int,
-    process: Callable[[Sequence[int], Tensor], Tensor] | None = None,
+    process: Callable[[Sequence[int], Tensor], Tensor] | None,
 ) -> DraftedTree:
     """Draft one tree: a forward pass and its children's draws for each pass.
 

@@ -146,15 +146,10 @@ class EagleDrafter(HiddenStateDrafter):
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
         self._read_committed(sequence.draft, sequence.tokens[slots], slots, extent)
 
-    def fuse(self, hidden_states: Tensor) -> Tensor:
-        """See `EagleModel.fuse`."""
-        model = self.packed or self.model
-        return model.fuse(hidden_states)
-
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features that hidden states make. Nothing in the cache is moved: the next
         first pass reads the accepted tokens again."""
-        features = self.fuse(hidden_states)
+        features = (self.packed or self.model).fuse(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
 
     def _read_committed(self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int) -> None:

@@ -22,7 +22,7 @@ def write_eagle3(
     d2t: Tensor,
     norm_before_residual: bool,
     metadata: Mapping[str, Any],
-    in_8_bits: bool = False,
+    in_8_bits: bool,
 ) -> None:
     """Write config.json and model.safetensors. `d2t` int64 [draft vocabulary].
 

@@ -29,6 +29,7 @@ from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
 from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM, FULL, WINDOWED
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
+from sequoia_plan.runtime.models.vocabulary import check_d2t
 
 LAYER_IDS = {
     (EAGLE1, False): (),
@@ -208,21 +209,14 @@ def d2t_of(checkpoint: Checkpoint, target: LoadedModel) -> Tensor | None:
     offsets, t2d = checkpoint.weights.get("d2t"), checkpoint.weights.get("t2d")
     if offsets is None:
         return None
-    d2t = torch.arange(offsets.numel(), device="cpu") + offsets.flatten().long()
-    tokens = set(d2t.tolist())
-    is_valid = (
-        not offsets.is_floating_point()
-        and 0 < len(tokens) == d2t.numel()
-        and min(tokens) >= 0
-        and max(tokens) < target.vocabulary
-        and (t2d is None or tokens == set(t2d.nonzero().flatten().tolist()))
-    )
-    if not is_valid:
+    d2t = torch.arange(offsets.numel(), device="cpu") + offsets.flatten()
+    check_d2t(d2t, target.vocabulary, target.vocabulary)
+    if t2d is not None and set(d2t.tolist()) != set(t2d.nonzero().flatten().tolist()):
         raise SequoiaPlanError(
-            "d2t: expected offsets (target token = draft token + d2t[draft token]) that name "
-            "distinct tokens of the target, those that t2d marks"
+            "d2t: expected offsets (target token = draft token + d2t[draft token]) that name the "
+            "tokens that t2d marks"
         )
-    return d2t
+    return d2t.long()
 
 
 def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tuple[int, ...]:

@@ -153,15 +153,13 @@ class HiddenStateDraft(nn.Module):
             return self.target.backend.embed(tokens).to(self.dtype)
         # which may lack the target's last tokens
         tokens = tokens.clamp(max=self.embed_tokens.num_embeddings - 1)
-        embedded: Tensor = self.embed_tokens(tokens).to(self.dtype)
-        return embedded
+        return self.embed_tokens(tokens).to(self.dtype)
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden size] -> logits [..., draft vocabulary]."""
         if self.lm_head is None:
             return self.target.backend.head(hidden_states)
-        logits: Tensor = self.lm_head(hidden_states)
-        return logits
+        return self.lm_head(hidden_states)
 
     def cache_layout(self) -> int | CacheLayout:
         """The memory of its layers' keys and values, or the number of its layers."""

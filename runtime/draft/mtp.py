@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
-from sequoia_plan.runtime.base.errors import first_line
+from sequoia_plan.runtime.draft.checkpoint import errors_of
 from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, HiddenStateDraft
 from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM, FULL
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
@@ -62,14 +62,13 @@ class MtpHead(nn.Module):
     ) -> Tensor:
         """Rows [batch, rows, hidden size] of embeddings and features -> rows after its norm."""
         normed = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(features)]
-        output: Tensor = self.block(
+        return self.block(
             inputs_embeds=self.fc(torch.cat(normed, -1)),
             position_ids=positions,
             attention_mask=mask,
             use_cache=cache is not None,
             **{CACHE_ARGUMENT: cache},
         ).last_hidden_state
-        return output
 
 
 class MtpDraft(HiddenStateDraft):
@@ -139,17 +138,10 @@ def load_mtp(model: LoadedModel) -> MtpDraft:
     whole_config = config if model.module is None else model.module.config
     folder = downloaded_folder(whole_config.name_or_path)
     heads = _tensors_of_heads(folder, config.num_hidden_layers)
-    try:
+    with errors_of(f"draft {MTP}: {folder}", "its MTP head cannot be built: "):
         if not heads:
             raise SequoiaPlanError(_why_none(config))
         return build_mtp(model, [heads[number] for number in range(len(heads))])
-    except Exception as error:  # transformers raises errors of many types
-        ours = isinstance(error, SequoiaPlanError)
-        reason = error if ours else f"its MTP head cannot be built: {first_line(error)}"
-        raise SequoiaPlanError(
-            f"draft {MTP}: {folder}: {reason}; get the model as its makers publish it, or name "
-            "another --draft"
-        ) from error
 
 
 def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tensor]]:

@@ -89,8 +89,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
         return nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     mask = mask.expand(*query.shape[:3], -1)
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    attended: Tensor = attend(query, key, value, mask, False, scale=scale)[0]
-    return attended
+    return attend(query, key, value, mask, False, scale=scale)[0]
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_shared_heads)

@@ -47,10 +47,11 @@ def fuse(
             if can_fuse(layer) and proven.get(_kind(layer)):
                 layer_list[number] = _fused(layer)
                 on_replaced(layer, layer_list[number])
-    for module, name, child in _replaceable_children(model):
-        if type(child).__name__ in FUSIBLE_NORMS:
-            setattr(module, name, fused_norm(child, child.weight))
-            on_replaced(child, getattr(module, name))
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__ in FUSIBLE_NORMS and is_as_defined(child):
+                setattr(module, name, fused_norm(child, child.weight))
+                on_replaced(child, getattr(module, name))
     for module in model.modules():
         layers: Any = getattr(module, "layers", None)
         if type(layers) is nn.ModuleList:
@@ -77,16 +78,6 @@ def try_kinds(
     return computes_the_same
 
 
-def _replaceable_children(model: Any) -> list[tuple[nn.Module, str, Any]]:
-    """(parent, name, module) of all modules inside `model` that have no hooks."""
-    return [
-        (module, name, child)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if is_as_defined(child)
-    ]
-
-
 def num_fused_layers(model: Any) -> int:
     """How many layers of `model` are fused."""
     return sum(isinstance(module, FusedLayer) for module in model.modules())
@@ -104,8 +95,8 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
         original.load_state_dict(load(), strict=False, assign=True)  # without the experts
     original.float()
     fused = _fused(original)
-    device = original.self_attn.q_proj.weight.device
-    width, attention_width = layer.post_attention_layernorm.weight.numel(), _attention_width(layer)
+    width, projection = layer.post_attention_layernorm.weight.numel(), original.self_attn.q_proj
+    device, attention_width = projection.weight.device, projection.in_features
     # another thread may have set the default dtype
     settings: Any = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     # small rows show another epsilon in a norm, large ones show values that are clipped
@@ -129,11 +120,6 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
         return attended[0], module.mlp(normed)[0]
 
     return max(map(_relative_error, parts(original), parts(fused)))
-
-
-def _attention_width(layer: Any) -> int:
-    """The width of what a layer's attention reads."""
-    return int(layer.self_attn.q_proj.in_features)
 
 
 def _relative_error(expected: Tensor, computed: Tensor) -> float:

@@ -48,14 +48,11 @@ def can_fuse(layer: nn.Module) -> bool:
     matrices_are_linear = all(
         type(module) is nn.Linear
         for module in modules[1:]
-        if any(tensor.ndim > 1 for tensor in _own_tensors(module))
+        # some quantised layers hold their matrices in buffers
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if tensor.ndim > 1
     )
     return matrices_are_linear and all(map(is_as_defined, modules))
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    """A module's parameters and buffers; some quantised layers hold their matrices in buffers."""
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def is_as_defined(module: nn.Module) -> bool:

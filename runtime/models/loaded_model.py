@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,45 +69,36 @@ class Backend(Protocol):
     is_split: bool
     has_own_threads: bool
 
-    @abstractmethod
     def metadata(self) -> dict[str, Any]:
         """What profiles and trees record of it, beside the model's name."""
 
-    @abstractmethod
     def prepare(self, hidden_states: Sequence[int]) -> None:
         """Make ready for decoding with a tree, and for passes that return these hidden states.
 
         Raises SequoiaPlanError if it cannot.
         """
 
-    @abstractmethod
     def is_stale(self) -> bool:
         """Is the model no longer what the backend was made for?"""
 
-    @abstractmethod
     def check(self) -> None:
         """Follow changes of the model, or raise SequoiaPlanError."""
 
-    @abstractmethod
     def refresh(self) -> None:
         """Take the weights anew, whether or not a change can be seen."""
 
-    @abstractmethod
     def new_cache(self, capacity: int, *, counts_positions: bool) -> TreeCache:
         """A cache for a sequence of up to so many slots."""
 
-    @abstractmethod
     def forward(
         self, cache: TreeCache, tokens: Tensor, positions: Tensor, masks: Masks,
         logits_to_keep: int, hidden_states: Sequence[int],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """One pass over tokens that go to the cache's slots (see `LoadedModel`)."""
 
-    @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings of tokens, int64 [..., n] -> [..., n, width]."""
 
-    @abstractmethod
     def head(self, hidden_states: Tensor) -> Tensor:
         """Normed hidden states [..., width] -> logits [..., vocabulary]."""
 
@@ -134,7 +124,6 @@ class Backend(Protocol):
         """Is all of it on one CUDA device, in one process, and compiled by nobody?"""
         return False
 
-    @abstractmethod
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
         """Address and bytes of each tensor: graphs read there, and `model.to(...)` moves them."""
 

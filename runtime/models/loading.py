@@ -63,10 +63,7 @@ def load_whole(path: Path, dtype: torch.dtype, config: Any = None, **settings: A
     except Exception as error:  # foreign code may do anything with a folder it does not expect
         raise not_loadable(path, error) from error
     refuse_shapes(path, info["mismatched_keys"])
-    for name in sorted(info["missing_keys"]):
-        raise SequoiaPlanError(
-            f"{path}: has no tensor {name}, which the model needs; get the model again"
-        )
+    refuse_missing(path, info["missing_keys"])
     refuse_unread(path, model, info["unexpected_keys"])
     return model.eval()
 
@@ -75,29 +72,42 @@ def refuse_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> N
     """Raise SequoiaPlanError for tensors (name, shape, shape in the model), if there are any."""
     for name, found, expected in sorted(mismatched):
         raise SequoiaPlanError(
-            f"{folder}: tensor {name} has the shape {list(found)}, its config.json expects "
+            f"{folder}: tensor {name} has the shape {list(found)}, its configuration expects "
             f"{list(expected)}; get the model again"
         )
 
 
-def refuse_unread(folder: Path, model: Any, unread: Iterable[str]) -> None:
+def refuse_missing(path: Path, missing: Iterable[str]) -> None:
+    """Raise SequoiaPlanError for a tensor that a model needs, if there is one."""
+    for name in sorted(missing):
+        raise SequoiaPlanError(
+            f"{path}: has no tensor {name}, which the model needs; get the model again"
+        )
+
+
+def unread(path: Path, model: Any, name: str) -> SequoiaPlanError:
+    """The error for a tensor that a model would ignore."""
+    return SequoiaPlanError(
+        f"{path}: tensor {name} is not read by a {type(model).__name__} of its configuration; its "
+        "logits would be wrong"
+    )
+
+
+def refuse_unread(folder: Path, model: Any, names: Iterable[str]) -> None:
     """Raise SequoiaPlanError for a tensor that the model would ignore and that is a part of it.
 
     Others, as heads that score texts, change no logits.
     """
     ignored = [OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]
-    unread = sorted(unread)
-    heads = re.findall(r"(layers\.\d+\.)eh_proj", " ".join(unread))  # multi-token-prediction heads
+    names = sorted(names)
+    heads = re.findall(r"(layers\.\d+\.)eh_proj", " ".join(names))  # multi-token-prediction heads
     ignored += map(re.escape, heads)
-    unread = [n for n in unread if not any(re.search(pattern, n) for pattern in ignored)]
+    names = [n for n in names if not any(re.search(pattern, n) for pattern in ignored)]
     modules = dict(model.named_modules())
-    layers = f"{decoder_layers(model)[0]}." if unread else ""
-    for name in unread:
+    layers = f"{decoder_layers(model)[0]}." if names else ""
+    for name in names:
         if name.startswith(layers) or name.rpartition(".")[0] in modules:
-            raise SequoiaPlanError(
-                f"{folder}: tensor {name} is not read by a {type(model).__name__} of its "
-                "config.json; its logits would be wrong"
-            )
+            raise unread(folder, model, name)
 
 
 def not_loadable(folder: Path, error: Exception) -> SequoiaPlanError:

@@ -1,7 +1,5 @@
 """Where a model's files are, and what they say: a folder, a hub ID or a GGUF file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +21,14 @@ from sequoia_plan.runtime.models.gguf import (
 )
 from sequoia_plan.runtime.models.gguf_config import CONFIGS, read_config, refuse_unread_tensors
 from sequoia_plan.runtime.models.gguf_file import GgufFile, read_gguf
-from sequoia_plan.runtime.models.loading import load_whole, new_model, not_loadable
+from sequoia_plan.runtime.models.loading import (
+    load_whole,
+    new_model,
+    not_loadable,
+    refuse_missing,
+    refuse_shapes,
+    unread,
+)
 from sequoia_plan.runtime.models.stored import CheckpointSource, WeightSource
 
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
@@ -157,21 +162,11 @@ def check_tensors(files: ModelFiles, model: Any) -> None:
     shapes = files.source.shapes()
     if model.config.tie_word_embeddings and "lm_head.weight" not in shapes:
         expected.pop("lm_head.weight", None)
-    for name in sorted(expected.keys() | shapes.keys()):
-        if name not in shapes:
-            raise SequoiaPlanError(
-                f"{files.path}: has no tensor {name}, which the model needs; get the model again"
-            )
-        if name not in expected:
-            raise SequoiaPlanError(
-                f"{files.path}: tensor {name} is not read by a {type(model).__name__} of its "
-                "configuration; its logits would be wrong"
-            )
-        if shapes[name] != expected[name]:
-            raise SequoiaPlanError(
-                f"{files.path}: tensor {name} has the shape {list(shapes[name])}, its "
-                f"configuration expects {list(expected[name])}; get the model again"
-            )
+    refuse_missing(files.path, expected.keys() - shapes.keys())
+    for name in sorted(shapes.keys() - expected.keys()):
+        raise unread(files.path, model, name)
+    differ = [name for name in expected if shapes[name] != expected[name]]
+    refuse_shapes(files.path, ((name, shapes[name], expected[name]) for name in differ))
 
 
 def downloaded_folder(source: str) -> Path:

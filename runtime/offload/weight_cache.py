@@ -42,7 +42,8 @@ def cached_weights(
         with _errors_of(path), ExitStack() as stack:
             if is_locked:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(exclusive_lock(path))
+                stack.enter_context(FileLock(path.with_name(f".{path.name}.lock")))
+                unfinished_path(path).unlink(missing_ok=True)  # of a process that was killed
             with suppress(SequoiaPlanError):  # none, or not whole
                 file = WeightFile(path, source.fingerprint)
                 if file.index.source.times == source.times:
@@ -81,11 +82,3 @@ def _errors_of(path: Path) -> Iterator[None]:
             f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
             "weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
         ) from error
-
-
-@contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
-    """Let one process at a time work on `path`, and remove what a killed one left unfinished."""
-    with FileLock(path.with_name(f".{path.name}.lock")):
-        unfinished_path(path).unlink(missing_ok=True)
-        yield

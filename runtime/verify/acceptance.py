@@ -34,7 +34,7 @@ class Acceptance:
     order: VerificationOrder
 
     def bonus_probs(
-        self, end: Tensor, target_probs: TargetProbs, index: TreeIndex, d2t: Tensor | None = None
+        self, end: Tensor, target_probs: TargetProbs, index: TreeIndex, d2t: Tensor | None
     ) -> Tensor:
         """The bonus token's distribution if the path ends at `end`; the target's at a leaf.
 

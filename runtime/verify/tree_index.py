@@ -83,7 +83,6 @@ class TreeIndex:
     """
 
     size: int
-    depth: int
     child_count: Tensor
     parents: Tensor
     offsets: Tensor
@@ -101,7 +100,6 @@ class TreeIndex:
             paths[node, tree.position_ids[node]] = node
         return cls(
             size=tree.size,
-            depth=tree.depth,
             child_count=_tensor(tree.child_count, device),
             parents=_tensor(tree.parents[1:], device),
             offsets=_tensor(tree.position_ids, device),
@@ -138,7 +136,6 @@ class TreeIndex:
         paths = np.append(no_root, roots + child)[:, None]
         return cls(
             size=size,
-            depth=2,
             child_count=_tensor(np.append(np.full(roots, children), no_child), device),
             parents=_tensor(np.append(no_root[1:], parent), device),
             offsets=_tensor(np.append(no_root, no_child + 1), device),

@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.artifacts.prompts import built_in
 from sequoia_plan.planner.cli import main
-from sequoia_plan.profiler.prompts import encode
+from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime.draft.draft_file import save_as_folder
-from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, embedded_draft, with_draft
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, add_draft, embedded_draft
 
 pytestmark = pytest.mark.slow
 
@@ -38,9 +37,9 @@ def folder(tmp_path_factory):
 def logits(folder, pair):
     """Logits [positions, vocabulary] over real prompts of the folder's model, of the embedded one,
     and the tokens that this one has."""
-    draft = with_draft(pair, LANGUAGE_MODEL).draft.module
+    draft = add_draft(pair, LANGUAGE_MODEL, "cpu", "float32", "resident").draft.module
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    texts = [torch.tensor([encode(pair.tokenizer, prompt.text)]) for prompt in built_in()[:12]]
+    texts = [torch.tensor([tokens]) for tokens in held_out(pair.tokenizer, 12)]
     whole = torch.cat([model(text).logits[0] for text in texts])
     return whole, torch.cat([draft(text).logits[0] for text in texts]), draft.d2t
 

@@ -16,7 +16,7 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Pair, SequoiaDecoder
 from sequoia_plan.runtime.backends import RESIDENT, place
 from sequoia_plan.runtime.draft.draft_file import build_draft, save_draft
-from sequoia_plan.runtime.pair import with_draft
+from sequoia_plan.runtime.pair import add_draft
 
 TARGET = small_target()
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -61,10 +61,10 @@ def parts(request, tmp_path):
 def error_of(source):
     """The error of a draft, or "" if it decodes what the target says."""
     try:
-        target = place(TARGET, RESIDENT)
-        pair = with_draft(Pair(target, None, None, {"target": target.metadata()}), source)
-        decoder = SequoiaDecoder(TARGET, pair.draft, TokenTree.chain(2))
-        assert decoder.generate(PROMPT, 4).sequences.equal(TEXT)
+        pair = Pair(place(TARGET, RESIDENT), None, None)
+        draft = add_draft(pair, source, "cpu", "float32", RESIDENT).draft
+        generation = SequoiaDecoder(TARGET, draft, TokenTree.chain(2)).generate(PROMPT, 4)
+        assert generation.sequences.equal(TEXT)
     except SequoiaPlanError as error:
         return str(error)
     return ""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.bench_result import Prediction
 from sequoia_plan.planner.report.bench_table import finding, print_result, table
-from sequoia_plan.planner.report.html import INK, LINE
+from sequoia_plan.planner.report.html import INK
 from sequoia_plan.planner.report.page import page
 from sequoia_plan.planner.report.tables import print_table
 from sequoia_plan.profiler.bench_figures import TITLES
@@ -19,7 +19,7 @@ from sequoia_plan.profiler.bench_figures import TITLES
 def check_page(text, plots):
     """One file that needs nothing else: own colours, unique ids, every tag closed."""
     assert text.count("<svg") == text.count("</svg>") == text.count("<figure>") == plots
-    assert INK not in text and LINE not in text
+    assert INK not in text
     assert "currentColor" in text and "prefers-color-scheme:dark" in text
     links = set(filter(None, sum(re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)', text), ())))
     assert all(link.startswith(("#", "data:")) for link in links)

@@ -176,7 +176,7 @@ def test_built_in_prompts_that_copy_are_in_both_halves():
 
 def measured(sampling, prompts=PROMPTS[:4], **options):
     """The acceptance of toy models on a few prompts."""
-    options = {"precision": 0, "tokens_per_prompt": 24, "ranks": 4} | options
+    options = {"precision": 0, "tokens_per_prompt": 24} | options
     return measure_acceptance(toy_pair(), prompts, sampling, **options)
 
 

@@ -10,7 +10,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.offload.memory import cache_bytes, own_bytes
-from sequoia_plan.runtime.pair import INT8, LANGUAGE_MODEL, with_draft
+from sequoia_plan.runtime.pair import INT8, LANGUAGE_MODEL, add_draft
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,9 @@ def test_greedy_equals_transformers(name, tree, num_prompts, least, pair, plain_
     """And the shipped drafts are no stubs."""
     draft = {
         "default": lambda: pair.draft,
-        "language model": lambda: with_draft(pair, LANGUAGE_MODEL).draft,
+        "language model": lambda: (
+            add_draft(pair, LANGUAGE_MODEL, "cpu", "float32", "resident").draft
+        ),
         "int8": lambda: load_pair(draft=INT8, dtype="float32").draft,
     }[name]()
     cases = greedy[:num_prompts]
@@ -128,4 +130,5 @@ def test_a_target_that_pytorch_runs_has_no_copy_in_8_bits(options, folder):
     with pytest.raises(ArgumentError, match=r"draft int8: \S+ is run by PyTorch.*or none to look"):
         load_pair(target, INT8, dtype="float32", **options)
     with pytest.raises(ArgumentError, match=r"draft int8: .* is run by PyTorch"):
-        with_draft(load_pair(target, "none", dtype="float32"), INT8)
+        pair = load_pair(target, "none", dtype="float32")
+        add_draft(pair, INT8, "cpu", "float32", "resident")

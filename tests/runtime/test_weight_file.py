@@ -343,7 +343,7 @@ def test_a_full_disk_while_the_file_is_written(folder):
 def test_a_finished_file_is_neither_locked_nor_written(folder, monkeypatch):
     """So it loads from a folder where nobody may write, also after its model was touched."""
     expected = tokens(streamed(folder))
-    monkeypatch.setattr(weight_cache, "exclusive_lock", lambda path: pytest.fail("locked"))
+    monkeypatch.setattr(weight_cache, "FileLock", lambda path: pytest.fail("locked"))
     os.utime(folder / "target" / "model.safetensors")
     assert tokens(streamed(folder)).equal(expected)
 

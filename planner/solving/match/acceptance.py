@@ -89,8 +89,7 @@ def pooled_rates(trials: Floats, accepted: Floats) -> Floats:
     first = _first_pooled_level(trials)
     trials, accepted = trials.copy(), accepted.copy()
     trials[first:], accepted[first:] = trials[first:].sum(), accepted[first:].sum(0)
-    rates: Floats = accepted / trials[:, None]
-    return rates
+    return accepted / trials[:, None]
 
 
 def _first_pooled_level(trials: Floats) -> int:

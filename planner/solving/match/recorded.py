@@ -161,8 +161,7 @@ def _looked_up_catch_up(catch_up: Floats, visits_by_run: Floats) -> tuple[float,
 
 def _as_shares(counts: Floats) -> Floats:
     """Counts as shares of their sum."""
-    shares: Floats = counts / max(counts.sum(), 1e-300)
-    return shares
+    return counts / max(counts.sum(), 1e-300)
 
 
 def figures_by_kind(profile: Profile, tree: TokenTree, recording: Recording) -> dict[str, Any]:

@@ -8,6 +8,8 @@ favour the spine, best-first search within the box's widths finds its best tree 
 the box is closed as well.
 """
 
+from heapq import heappop, heappush
+
 import numba
 import numpy as np
 
@@ -18,11 +20,7 @@ from sequoia_plan.planner.solving.speed.costs import (
     work_seconds,
 )
 from sequoia_plan.planner.solving.speed.relaxation import Box, RelaxedTree, optimise_prices
-from sequoia_plan.planner.solving.tokens.best_first import (
-    heap_pop,
-    heap_push,
-    most_valuable_nodes_within,
-)
+from sequoia_plan.planner.solving.tokens.best_first import most_valuable_nodes_within
 
 ROOT_STEPS = 200
 """Subgradient steps for the box of all trees, and for a box that cannot be split further."""
@@ -69,17 +67,14 @@ def find_fastest(search, speed, max_work):
     work_per_step = num_nodes + num_resources * len(costs.draft_stair_ends)
     best_parents = np.empty(0, np.int64)
     unsettled_bound = 0.0  # the largest bound of the boxes that are neither closed nor split
-    # A heap of the open boxes by their bounds.
-    open_bounds, open_boxes = np.full(max_boxes, np.inf), np.zeros(max_boxes, np.int64)
-    num_open = num_boxes = 1
-    work = 0
-    while num_open > 0 and open_bounds[0] > speed * (1 + TOLERANCE):
-        bound, b = open_bounds[0], open_boxes[0]
+    open_boxes = [(-np.inf, 0)]  # a heap, by their bounds less than 0
+    num_boxes, work = 1, 0
+    while open_boxes and -open_boxes[0][0] > speed * (1 + TOLERANCE):
+        negative_bound, b = heappop(open_boxes)
+        bound = -negative_bound
         if work > max_work or num_boxes == max_boxes:
             unsettled_bound = max(unsettled_bound, bound)
             break
-        heap_pop(open_bounds, open_boxes, num_open)
-        num_open -= 1
         box = Box(low[b], high[b])
         goal = speed * (1 + TOLERANCE)
         steps = ROOT_STEPS if work == 0 else STEPS
@@ -107,8 +102,7 @@ def find_fastest(search, speed, max_work):
             split_box(low, high, prices, b, num_boxes, resource, cut)
             shares[b] = shares[num_boxes] = share
             for part in (b, num_boxes):
-                heap_push(open_bounds, open_boxes, num_open, bound, part)
-                num_open += 1
+                heappush(open_boxes, (-bound, part))
             num_boxes += 1
         elif not search.is_ordered:
             # The best tree of the box may be a different one, so its bound stays, as small as

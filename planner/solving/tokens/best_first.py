@@ -6,6 +6,8 @@ heap pop a node gives the best trees of all sizes, each contained in the next. T
 by class as well, because siblings have a parent, and so a row, in common.
 """
 
+from heapq import heappop, heappush
+
 import numba
 import numpy as np
 
@@ -82,37 +84,6 @@ def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
 
 
 @numba.njit(cache=True)
-def heap_push(values, items, count, value, item):
-    """Add an item to a binary heap, in place; items[0] is that of the largest value.
-
-    `values` float64 [capacity]; `items` int64 [capacity].
-    """
-    position = count
-    while position > 0:
-        above = (position - 1) >> 1
-        if values[above] >= value:
-            break
-        values[position], items[position] = values[above], items[above]
-        position = above
-    values[position], items[position] = value, item
-
-
-@numba.njit(cache=True)
-def heap_pop(values, items, count):
-    """Remove items[0] of a heap as in `heap_push`, in place."""
-    value, item = values[count - 1], items[count - 1]
-    position, below = 0, 1
-    while below < count - 1:
-        if below + 1 < count - 1 and values[below + 1] > values[below]:
-            below += 1
-        if values[below] <= value:
-            break
-        values[position], items[position] = values[below], items[below]
-        position, below = below, 2 * below + 1
-    values[position], items[position] = value, item
-
-
-@numba.njit(cache=True)
 def most_valuable_nodes_within(rows, size, max_parents):
     """Take the most valuable nodes, one after the other, with so many parents a level at most.
 
@@ -127,9 +98,9 @@ def most_valuable_nodes_within(rows, size, max_parents):
     parents, values, levels = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
     node_classes = np.full(size, classes - 1)
     num_parents = np.zeros(num_levels, np.int64)
-    # The heap holds parent * ranks + rank (from 0) of the next nodes off the spine. Each node that
-    # is taken pushes at most two. The next node on the spine waits beside it.
-    heap_values, heap_items, heap_count = np.empty(size + 2), np.empty(size + 2, np.int64), 0
+    # The heap holds -value and parent * ranks + rank (from 0) of the next nodes off the spine. The
+    # next node on the spine waits beside it.
+    heap = [(0.0, 0) for _ in range(0)]  # of this type
     next_spine_value = -1.0  # negative if the spine's last node has no child yet to come
     spine_end = 0  # the last node taken on the spine
     parents[0], values[0], node_classes[0] = -1, 1.0, 0
@@ -138,8 +109,7 @@ def most_valuable_nodes_within(rows, size, max_parents):
         # The siblings of a node on the spine are pushed by its parent.
         if node != spine_end and rank + 1 < ranks:
             value = values[parent] * rows[levels[parent], node_classes[parent], rank + 1]
-            heap_push(heap_values, heap_items, heap_count, value, parent * ranks + rank + 1)
-            heap_count += 1
+            heappush(heap, (-value, parent * ranks + rank + 1))
         level = levels[node]
         if level < num_levels and num_parents[level] < max_parents[level]:
             num_parents[level] += 1
@@ -148,20 +118,17 @@ def most_valuable_nodes_within(rows, size, max_parents):
                 next_spine_value, first_on_heap = values[node] * rows[level, 0, 0], 1
             if first_on_heap < ranks:
                 value = values[node] * rows[level, node_classes[node], first_on_heap]
-                heap_push(heap_values, heap_items, heap_count, value, node * ranks + first_on_heap)
-                heap_count += 1
+                heappush(heap, (-value, node * ranks + first_on_heap))
         node += 1
         if node == size:
             break
-        if next_spine_value >= 0 and (heap_count == 0 or next_spine_value >= heap_values[0]):
+        if next_spine_value >= 0 and (not heap or next_spine_value >= -heap[0][0]):
             values[node], parent, rank = next_spine_value, spine_end, 0
             node_classes[node] = 0
             spine_end, next_spine_value = node, -1.0
-        elif heap_count > 0:
-            values[node] = heap_values[0]
-            parent, rank = heap_items[0] // ranks, heap_items[0] % ranks
-            heap_pop(heap_values, heap_items, heap_count)
-            heap_count -= 1
+        elif heap:
+            negative_value, item = heappop(heap)
+            values[node], parent, rank = -negative_value, item // ranks, item % ranks
         else:
             break
         parents[node], levels[node] = parent, levels[parent] + 1

@@ -27,8 +27,7 @@ def most_tokens(rows: Floats, size: int) -> Floats:
 
     `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
     """
-    best: Floats = _solve(rows, size, {})[0][0][0]
-    return best
+    return _solve(rows, size, {})[0][0][0]
 
 
 def frontier(rows: Floats, size: int) -> list[Floats]:

@@ -37,8 +37,7 @@ def frontier(
     """
     check_limits(budget, depth, branching)
     problem = Problem(Acceptance.given(acceptance).at_depth(depth, branching), budget)
-    values: list[Floats] = pick_solver(problem).frontier(problem.rows, budget)
-    return values
+    return pick_solver(problem).frontier(problem.rows, budget)
 
 
 def best_tree(problem: Problem) -> TokenTree:

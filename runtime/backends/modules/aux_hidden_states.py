@@ -54,7 +54,7 @@ def take_aux_hidden_states(
     return torch.cat([recorded[number][0].to(device) for number in layer_numbers], -1)
 
 
-def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | None:
+def tree_cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | None:
     """The TreeCache among a module's arguments; None if it runs with another cache or none."""
     for argument in (*kwargs.values(), *args):
         if isinstance(argument, TreeCache):
@@ -66,7 +66,7 @@ def _record_input(
     number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """A hook: record the hidden states that a module reads under `number` in its TreeCache."""
-    if (cache := _cache_among(args, kwargs)) is not None:
+    if (cache := tree_cache_among(args, kwargs)) is not None:
         cache.aux_hidden_states[number] = args[0] if args else kwargs["hidden_states"]
 
 
@@ -74,6 +74,6 @@ def _record_output(
     number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     """A hook: record the hidden states that a module returns under `number` in its TreeCache."""
-    if (cache := _cache_among(args, kwargs)) is not None:
+    if (cache := tree_cache_among(args, kwargs)) is not None:
         hidden_states = output if isinstance(output, Tensor) else output[0]
         cache.aux_hidden_states[number] = hidden_states

@@ -178,13 +178,11 @@ class ModuleBackend(Backend):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `Backend`."""
-        embedded: Tensor = self.module.get_input_embeddings()(tokens)
-        return embedded
+        return self.module.get_input_embeddings()(tokens)
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """See `Backend`."""
-        logits: Tensor = self.module.get_output_embeddings()(hidden_states.to(self.module.dtype))
-        return logits
+        return self.module.get_output_embeddings()(hidden_states.to(self.module.dtype))
 
     def splits_keys(self, tokens: int) -> bool:
         """See `Backend`."""

@@ -10,14 +10,14 @@ from torch import nn
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import model_type
 from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.module_state import State, Watch, weights, workings
+from sequoia_plan.runtime.models.module_state import Watch, everything
 
 
 class FusedTwin:
     """A model with fused layers in memory that it shares with `module`, whose passes it runs."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.watch = module, Watch(_state)
+        self.module, self.watch = module, Watch(everything)
         self.model = _with_own_children(module, {})
         self.replaced: list[tuple[nn.Module, nn.Module]] = []
         self.num_fused = fuse(self.model, on_replaced=self._share)
@@ -60,11 +60,6 @@ class FusedTwin:
                 views[name].copy_(parameter)
                 if parameter.dtype == views[name].dtype:
                     parameter.data = views[name]
-
-
-def _state(module: Any) -> State:
-    """What a twin depends on."""
-    return workings(module) | weights(module)
 
 
 def _with_own_children(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.runtime.backends.modules.aux_hidden_states import tree_cache_among
 from sequoia_plan.runtime.base.cache import CacheLayer, TreeCache
 from sequoia_plan.runtime.models.architecture import unwrapped
 
@@ -90,6 +91,6 @@ def record_inputs(module: nn.Module) -> None:
 
 def _record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """A hook that notes a module's arguments in the cache among them."""
-    for argument in (*options.values(), *args):
-        if isinstance(argument, RecurrentCache) and argument.inputs is not None:
-            argument.inputs.append((module, args, options))
+    cache = tree_cache_among(args, options)
+    if isinstance(cache, RecurrentCache) and cache.inputs is not None:
+        cache.inputs.append((module, args, options))
