@@ -9,12 +9,12 @@ import math
 import numpy as np
 from numba import njit
 
-COMPILED = {
-    "cache": True,
-    "nogil": True,
-    "error_model": "numpy",
-    "fastmath": {"contract", "reassoc", "nsz", "arcp"},  # NaN and infinity keep their meaning
-}
+compiled = njit(
+    cache=True,
+    nogil=True,
+    error_model="numpy",
+    fastmath={"contract", "reassoc", "nsz", "arcp"},  # NaN and infinity keep their meaning
+)
 EXP2 = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
 LOG2_E = np.float32(math.log2(math.e))
 ZERO, HALF = np.float32(0), np.float32(0.5)
@@ -28,7 +28,7 @@ MOST_TOKENS = 1024
 """More tokens are looked for in another way."""
 
 
-@njit(inline="always", **COMPILED)
+@compiled
 def _exp2(x):
     """2 ** x for x <= 0, to the last bits; a series around the next whole number."""
     # infinity times 0 is NaN
@@ -42,14 +42,22 @@ def _exp2(x):
     return ZERO if x < LOWEST else series * power
 
 
-@njit(**COMPILED)
+@compiled
+def fill(values, value):
+    """Put one value in all places."""
+    for place in range(values.size):
+        values[place] = value
+
+
+@compiled
 def weigh(scores, largest, lowest, temperature, sums):
     """Put exp((score - largest) / temperature) in place of scores, 0 if these are below `lowest`.
 
     `sums` float64 [blocks]: those of blocks of weights. Returns their sum.
     """
     if largest == -LARGEST:  # no token is possible
-        scores[:], sums[:] = np.nan, np.nan
+        fill(scores, np.nan)
+        fill(sums, np.nan)
         return np.nan
     largest, lowest = largest / temperature, lowest / temperature
     for block in range(sums.size):
@@ -63,14 +71,14 @@ def weigh(scores, largest, lowest, temperature, sums):
     return sums.sum()
 
 
-@njit(**COMPILED)
+@compiled
 def _scale(probs, factor):
     """Multiply in place."""
     for token in range(probs.size):
         probs[token] *= factor
 
 
-@njit(**COMPILED)
+@compiled
 def softmax(rows, largest, temperature):
     """softmax(row / temperature) in place of each row; `largest` [rows], the largest numbers."""
     sums = np.empty(-(-rows.shape[1] // BLOCK))
@@ -79,13 +87,13 @@ def softmax(rows, largest, temperature):
         _scale(rows[row], np.float32(1 / total))
 
 
-@njit(inline="always", **COMPILED)
+@compiled
 def _in_order(bits):
     """Bits of floats as integers in the same order, and back; LLVM takes maxima of these faster."""
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
-@njit(**COMPILED)
+@compiled
 def maximum(values):
     """The largest of the values."""
     bits = values.view(np.int32)
@@ -95,7 +103,7 @@ def maximum(values):
     return np.int32(_in_order(largest)).view(np.float32)
 
 
-@njit(**COMPILED)
+@compiled
 def largest_of(values):
     """The largest of the values, and its first place; NaN if one of them is NaN."""
     best, best_start, size = np.float32(-LARGEST), 0, np.int32(0)
@@ -114,7 +122,7 @@ def largest_of(values):
     return best, place
 
 
-@njit(**COMPILED)
+@compiled
 def top_of_row(values, tokens, best):
     """The tokens of the largest values in order, of equal ones the first, with their values.
 
@@ -137,7 +145,7 @@ def top_of_row(values, tokens, best):
             tokens[rank], best[rank] = start + place, value
 
 
-@njit(**COMPILED)
+@compiled
 def top_tokens(values, tokens):
     """The tokens of each row's largest values in order, into `tokens` int64 [rows, count]."""
     best = np.empty(tokens.shape[1], np.float32)
@@ -145,7 +153,7 @@ def top_tokens(values, tokens):
         top_of_row(values[row], tokens[row], best)
 
 
-@njit(**COMPILED)
+@compiled
 def _mass_from(values, bits, lowest):
     """The sum of the values whose bits are at least `lowest`."""
     total = ZERO
@@ -154,7 +162,7 @@ def _mass_from(values, bits, lowest):
     return total
 
 
-@njit(**COMPILED)
+@compiled
 def _mass_cut(probs, mass, memory):
     """The largest of the probabilities down to which they add up to `mass`.
 
@@ -181,7 +189,24 @@ def _mass_cut(probs, mass, memory):
     return np.int32(low).view(np.float32)
 
 
-@njit(**COMPILED)
+@compiled
+def _rank_cut(values, count):
+    """The value of rank `count` from the largest on, found bit by bit."""
+    bits = values.view(np.int32)
+    low, high = -(1 << 31), (1 << 31) - 1
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        bound, num_kept = np.int32(middle), 0
+        for place in range(bits.size):
+            num_kept += _in_order(bits[place]) >= bound
+        if num_kept >= count:
+            low = middle
+        else:
+            high = middle - 1
+    return np.int32(_in_order(np.int32(low))).view(np.float32)
+
+
+@compiled
 def _keep_from(probs, lowest):
     """Remove the probabilities below `lowest`, and let the others add up to 1."""
     total = ZERO
@@ -193,12 +218,12 @@ def _keep_from(probs, lowest):
         probs[token] *= factor
 
 
-@njit(**COMPILED)
+@compiled
 def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, memory):
     """`Sampling.target_probs` of one row, in place; `sums`: see `weigh`; `memory` [vocabulary]."""
     lowest = -LARGEST
     if MOST_TOKENS < top_k < scores.size:
-        lowest = np.partition(scores, scores.size - top_k)[-top_k]
+        lowest = _rank_cut(scores, top_k)
     elif 0 < top_k < scores.size:
         best = memory[:top_k]
         top_of_row(scores, np.empty(top_k, np.int64), best)
@@ -211,7 +236,7 @@ def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, 
         _keep_from(scores, min_p * maximum(scores))
 
 
-@njit(**COMPILED)
+@compiled
 def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
     """`Sampling.target_probs` of rows, in place; `largest_scores` [rows]."""
     memory, sums = np.empty(rows.shape[1], np.float32), np.empty(-(-rows.shape[1] // BLOCK))
@@ -221,35 +246,44 @@ def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
         )  # fmt: skip
 
 
-@njit(**COMPILED)
-def _sum_of(values, skipped):
-    """The sum of probabilities without those of some tokens."""
+@compiled
+def _is_among(token, tokens):
+    """Is a token one of these?"""
+    found = False
+    for other in tokens:
+        found |= other == token
+    return found
+
+
+@compiled
+def _sum_without(values, start, skipped):
+    """The sum of values of the tokens from `start` on, without those of some tokens."""
     total, first = 0.0, 0
-    for last in skipped:
-        total += values[first:last].sum()
-        first = last + 1
+    for token in skipped:
+        if start <= token < start + values.size:
+            total += values[first : token - start].sum()
+            first = token - start + 1
     return total + values[first:].sum()
 
 
-@njit(**COMPILED)
+@compiled
 def sum_blocks(probs, sums):
     """The sums of blocks of probabilities, float64 [blocks]."""
     for block in range(sums.size):
         sums[block] = probs[block * BLOCK : (block + 1) * BLOCK].sum()
 
 
-@njit(**COMPILED)
+@compiled
 def draw_from(probs, uniforms, sums, tokens, masses):
     """One row of `draw_in_turn`; `masses` float64 [count]: those of the tokens before each draw.
 
     `sums` float64 [blocks]: those of blocks of tokens, then of those that are not drawn.
     """
     for rank in range(tokens.size):
-        drawn = np.sort(tokens[:rank])
         masses[rank] = total = sums.sum()
         if not total > 0:  # each token that is left is as likely
             token = min(int(uniforms[rank] * (probs.size - rank)), probs.size - rank - 1)
-            for earlier in drawn:
+            for earlier in np.sort(tokens[:rank]):
                 token += token >= earlier
             tokens[rank] = token
             continue
@@ -261,18 +295,17 @@ def draw_from(probs, uniforms, sums, tokens, masses):
             left -= sums[block]
         start, token = last * BLOCK, -1
         for place in range(start, min(start + BLOCK, probs.size)):
-            if probs[place] > 0 and not (drawn == place).any():
+            if probs[place] > 0 and not _is_among(place, tokens[:rank]):
                 token = place
                 left -= probs[place]
                 if left < 0:
                     break
         tokens[rank] = max(token, 0)
-        inside = drawn[(drawn >= start) & (drawn < start + BLOCK)]
-        inside = np.sort(np.append(inside, tokens[rank]))
-        sums[last] = _sum_of(probs[start : start + BLOCK], inside - start)
+        drawn = np.sort(tokens[: rank + 1])
+        sums[last] = _sum_without(probs[start : start + BLOCK], start, drawn)
 
 
-@njit(**COMPILED)
+@compiled
 def draw_in_turn(probs, uniforms, tokens):
     """Distinct tokens of each row, one after the other, each by inversion of what is left.
 
@@ -284,7 +317,7 @@ def draw_in_turn(probs, uniforms, tokens):
         draw_from(probs[row], uniforms[row], sums, tokens[row], masses)
 
 
-@njit(**COMPILED)
+@compiled
 def residual_mass(p, q, c, e):
     """The sum over tokens of max(p - c q - e, 0)."""
     total = ZERO
@@ -294,7 +327,7 @@ def residual_mass(p, q, c, e):
     return total
 
 
-@njit(**COMPILED)
+@compiled
 def residual_masses(p, q, c, e, masses):
     """`residual_mass` of each row, into `masses` [rows]."""
     for row in range(len(p)):

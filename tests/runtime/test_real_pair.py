@@ -129,6 +129,6 @@ def test_a_target_that_pytorch_runs_has_no_copy_in_8_bits(options, folder):
     target = None if "placement" in options else str(folder / "target")
     with pytest.raises(ArgumentError, match=r"draft int8: \S+ is run by PyTorch.*or none to look"):
         load_pair(target, INT8, dtype="float32", **options)
+    pair = load_pair(target, "none", dtype="float32")
     with pytest.raises(ArgumentError, match=r"draft int8: .* is run by PyTorch"):
-        pair = load_pair(target, "none", dtype="float32")
         add_draft(pair, INT8, "cpu", "float32", "resident")

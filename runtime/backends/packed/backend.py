@@ -1,6 +1,5 @@
 """A Llama-like model whose weights are packed, and whose pass is one compiled function."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.backends.packed.forward import UNIT, project
+from sequoia_plan.runtime.backends.packed.compiled_step import new_step
+from sequoia_plan.runtime.backends.packed.forward import UNIT, Model, project
 from sequoia_plan.runtime.backends.packed.packed_pass import (
     PackedCache,
     PackedPass,
@@ -25,7 +25,6 @@ from sequoia_plan.runtime.backends.packed.weights import (
     pack_into,
     place_of,
 )
-from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import head_size
 from sequoia_plan.runtime.models.loaded_model import Backend, Masks
@@ -43,6 +42,7 @@ class PackedBackend(Backend):
     chains_only = is_split = False
     has_own_threads = True
     reads_embeddings = False  # from a file, when tokens need them
+    new_step = new_step
 
     def __init__(
         self,
@@ -80,7 +80,9 @@ class PackedBackend(Backend):
         )
         self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
         self.vocabulary = self.runner.vocabulary = len(rows)
-        self.runner.model = self.runner.model._replace(head=describe(self.head_matrix)[None])
+        self.runner.model = Model(
+            **self.runner.model.fields | {"head": describe(self.head_matrix)[None]}
+        )
 
     def metadata(self) -> dict[str, Any]:
         """See `Backend`."""
@@ -126,11 +128,6 @@ class PackedBackend(Backend):
             visible_slots(masks), logits_to_keep, hidden_states,
         )  # fmt: skip
         return logits, states.to(self.dtype) if hidden_states else None
-
-    def new_step(self, part: Any, sequence: SequenceState, **sizes: Any) -> Any:
-        """See `Backend`; the result is a `CompiledStep`."""
-        steps = importlib.import_module("sequoia_plan.runtime.backends.packed.compiled_step")
-        return steps.new_step(self, part, sequence, **sizes)
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """int64 [n] -> float32 [n, width]; the last one's for tokens that there are not."""

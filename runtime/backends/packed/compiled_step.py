@@ -12,12 +12,15 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.backends.packed.attention import BLOCK
-from sequoia_plan.runtime.backends.packed.backend import PackedBackend
-from sequoia_plan.runtime.backends.packed.eagle import PackedEagle
-from sequoia_plan.runtime.backends.packed.forward import INPUTS, ROW_BYTES, UNIT
-from sequoia_plan.runtime.backends.packed.packed_pass import PackedCache, PackedPass
+from sequoia_plan.runtime.backends.packed.forward import INPUTS, ROW_BYTES, UNIT, Reader, forward
+from sequoia_plan.runtime.backends.packed.packed_pass import (
+    NO_ROWS,
+    NOTHING,
+    PackedCache,
+    PackedPass,
+)
 from sequoia_plan.runtime.backends.packed.step import DRAFT_NOT_FINITE, decode
-from sequoia_plan.runtime.backends.packed.step_draft import place_nodes, run_pass
+from sequoia_plan.runtime.backends.packed.step_draft import place_nodes
 from sequoia_plan.runtime.backends.packed.step_memory import (
     ALL,
     DRAFT,
@@ -27,7 +30,6 @@ from sequoia_plan.runtime.backends.packed.step_memory import (
     TRAVERSAL,
     VERIFY,
     Eagle,
-    Reader,
     Step,
     Tree,
 )
@@ -53,73 +55,59 @@ def tree_of(tree: TokenTree, pass_rows: Sequence[int], pass_draws: Sequence[int]
     looked_up[0] = False
     integers = partial(np.ascontiguousarray, dtype=np.int64)
     return Tree(
-        parents=integers(np.append(-1, tree.parents[1:])),
-        levels=integers(tree.position_ids),
-        first_child=integers(tree.first_child),
-        num_children=integers(tree.child_count),
-        looked_up=integers(looked_up),
-        rows=rows,
-        inner=integers(inner),
-        passes=passes.reshape(-1, 4),
-        depth=tree.depth,
-        branching=max(tree.branching, 1),
-    )
+        parents=integers(np.append(-1, tree.parents[1:])), levels=integers(tree.position_ids),
+        first_child=integers(tree.first_child), num_children=integers(tree.child_count),
+        looked_up=integers(looked_up), rows=rows, inner=integers(inner),
+        passes=passes.reshape(-1, 4), depth=tree.depth, branching=max(tree.branching, 1),
+    )  # fmt: skip
 
 
 class CompiledStep:
     """Steps of a decoder in one call. Its memory serves trees of up to so many nodes.
 
-    `part`: the draft's backend, or a `PackedEagle`, or None.
+    `target`: a `PackedBackend`; `part`: the draft's, or a `PackedEagle`, or None.
     """
 
     tree_of = staticmethod(tree_of)
 
     def __init__(
-        self, target: PackedBackend, part: PackedBackend | PackedEagle | None,
+        self, target: Any, part: Any,
         sequence: SequenceState, rows: int, contexts: Sequence[int], hidden_states: Sequence[int],
         vocabulary: int, d2t: Tensor | None,
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
-        workers, self.kept = self.workers.count, (part, sequence.tokens)
-        reader = new_reader(
+        workers, self.kept = self.workers.count, part
+        reader = drafting = new_reader(
             target.runner, target.embedding, target.vocabulary, sequence.target, workers, rows,
             contexts[0], hidden_states,
         )  # fmt: skip
-        drafting, eagle = reader, no_eagle()
+        own = target.embedding
         if part:
-            own = part.embedding(target) if isinstance(part, PackedEagle) else part.embedding
-            layers = part.output_layers if isinstance(part, PackedEagle) else ()
+            own, layers, first_inputs = part.embedding, list[int](), 0
+            if hasattr(part, "fc"):
+                layers, first_inputs = [*part.output_layers], round_up(2 * part.runner.width, UNIT)
+                own = part.embedding(target)
             drafting = new_reader(
-                part.runner, own, vocabulary, sequence.draft, workers, rows, contexts[-1], layers
-            )
-        if isinstance(part, PackedEagle):
-            eagle = eagle_of(part, sequence.draft, workers, rows, target.config.hidden_size)
+                part.runner, own, vocabulary, sequence.draft, workers, rows, contexts[-1],
+                layers, first_inputs,
+            )  # fmt: skip
         most = max(target.vocabulary, vocabulary)
-        t2d = np.zeros(0, np.int64)
+        t2d = own_tokens = NOTHING
         if d2t is not None:
-            t2d = np.full(target.vocabulary, -1)
-            t2d[d2t.numpy()] = np.arange(d2t.numel())
+            t2d, own_tokens = np.full(target.vocabulary, -1), d2t.numpy()
+            t2d[own_tokens] = np.arange(own_tokens.size)
         self.step = Step(
-            target=reader,
-            draft=drafting,
-            eagle=eagle,
-            tokens=sequence.tokens.numpy(),
-            length=sequence.length.numpy(),
-            chain=sequence.lookup_chain.numpy(),
-            bits=sequence.bits.numpy(),
-            uniforms=sequence.uniforms.numpy(),
-            path=np.zeros(rows, np.int64),
-            own_tokens=np.zeros(rows, np.int64),
-            masses=np.zeros(rows),
-            residuals=np.zeros((rows, 4)),
-            sums=np.zeros((workers, -(-most // SUM_BLOCK))),
+            target=reader, draft=drafting, eagle=eagle_of(part, sequence.draft, workers, rows),
+            tokens=sequence.tokens.numpy(), length=sequence.length.numpy(),
+            chain=sequence.lookup_chain.numpy(), embedding=embedding_of(target.embedding),
+            draft_embedding=embedding_of(own), bits=sequence.bits.numpy(),
+            uniforms=sequence.uniforms.numpy(), path=np.zeros(rows, np.int64),
+            own_tokens=np.zeros(rows, np.int64), masses=np.zeros(rows),
+            residuals=np.zeros((rows, 4)), sums=np.zeros((workers, -(-most // SUM_BLOCK))),
             memory=np.zeros((1, target.vocabulary), np.float32),
-            probs=np.empty((rows, target.vocabulary), np.float32),
-            t2d=t2d,
-            d2t=np.zeros(0, np.int64) if d2t is None else d2t.numpy(),
-            output=np.zeros(2 + 2 * rows, np.int64),
-            times=np.zeros(rows + 3),
-        )
+            probs=np.empty((rows, target.vocabulary), np.float32), t2d=t2d, d2t=own_tokens,
+            output=np.zeros(2 + 2 * rows, np.int64), times=np.zeros(rows + 3),
+        )  # fmt: skip
 
     def __reduce__(self) -> Any:
         """Copies of a decoder make their own."""
@@ -159,9 +147,8 @@ class CompiledStep:
         place_nodes(self.step, tree, reader, np.arange(size), 0)
         embedded = self.target.embedded(reader.tokens[:size])
         reader.x[:, :size, : embedded.shape[1]] = embedded
-        rows = self.step.eagle.first[:0], size, 0, size
         for part in self.target.runner.parts():
-            self.workers.run(run_pass, 1, reader, *rows, *part)
+            self.workers.run(forward, 1, reader, size, 0, size, *part)
         self.step.times[len(tree.passes) + 1] = time.monotonic()
 
     def seconds(self, tree: Tree) -> list[float]:
@@ -177,19 +164,16 @@ class CompiledStep:
         return self.seconds(tree)[: len(tree.passes)]
 
 
-def new_step(
-    target: PackedBackend, part: Any, sequence: SequenceState, **sizes: Any
-) -> CompiledStep | None:
-    """Steps of a target with a draft; None if one cannot be a part of a compiled step.
+def new_step(target: Any, part: Any, sequence: SequenceState, **sizes: Any) -> CompiledStep | None:
+    """Steps of a packed target with a draft; None if one cannot be a part of a compiled step.
 
     Those with windows cannot, and drafts that need embeddings which the target reads.
     """
     caches = [sequence.target, *([sequence.draft] if part else [])]
     if (
-        not (part is None or isinstance(part, PackedBackend | PackedEagle))
-        or (target.reads_embeddings and isinstance(part, PackedEagle))
-        or any(cache.positions is not None for cache in caches)
-        or not all(isinstance(cache, PackedCache) for cache in caches)
+        not (part is None or hasattr(part, "runner"))
+        or (target.reads_embeddings and hasattr(part, "fc"))
+        or any(not isinstance(x, PackedCache) or x.positions is not None for x in caches)
     ):
         return None
     return CompiledStep(target, part, sequence, **sizes)
@@ -197,59 +181,33 @@ def new_step(
 
 def new_reader(
     runner: PackedPass, embedding: Matrix, vocabulary: int, cache: Any, workers: int, rows: int,
-    context: int, hidden_states: Sequence[int],
+    context: int, hidden_states: Sequence[int], first_inputs: int = 0,
 ) -> Reader:  # fmt: skip
     """A model with memory for passes over so many rows."""
     slots = round_up(cache.capacity + rows, BLOCK)
-    runner.reserve_rotary(cache.capacity)
-    x, scratch = runner.new_scratch(workers, rows, slots)
-    states, outputs = len(hidden_states), round_up(runner.vocabulary, UNIT)
-    return Reader(
-        model=runner.model,
-        embedding=embedding_of(embedding),
-        x=x,
-        scratch=scratch,
-        rotary=runner.rotary,
-        keys=cache.keys,
-        values=cache.values,
-        tokens=np.zeros(rows, np.int64),
-        read_slots=np.zeros(rows, np.int64),
-        positions=np.zeros(rows, np.int64),
-        slots=np.zeros(rows, np.int64),
+    integers = partial(np.zeros, dtype=np.int64)
+    return runner.new_reader(
+        cache, workers, rows, hidden_states, vocabulary,
+        **runner.new_scratch(workers, rows, slots),
+        first=np.zeros((rows, first_inputs), np.float32),
+        positions=integers(rows), slots=integers(rows), tokens=integers(rows),
+        read_slots=integers(rows), spans=integers((rows, 2)),
         visible=np.zeros((rows, slots), np.bool_),
-        spans=np.zeros((rows, 2), np.int64),
-        logits=np.empty((rows, outputs), np.float32),
-        largest=np.zeros((workers, rows), np.float32),
-        best=np.zeros((workers, rows), np.int64),
-        hidden=np.zeros((states, rows, runner.padded_width), np.float32),
-        layers=np.array(hidden_states, np.int64),
-        vocabulary=vocabulary,
         last=np.array([embedding.outputs - 1, context - 1]),
-    )
-
-
-def no_eagle() -> Eagle:
-    """Of a draft that is a language model, or none."""
-    nothing = np.zeros((0, 0), np.float32)
-    memory = np.zeros((0, 0, 0), np.float32)
-    return Eagle(
-        np.zeros(0, np.int64), nothing, nothing, nothing, memory, np.zeros((0, 0), np.uint8),
-        nothing, 0, 0, 0,
     )  # fmt: skip
 
 
-def eagle_of(part: PackedEagle, cache: Any, workers: int, rows: int, state_width: int) -> Eagle:
-    """What an EAGLE-3 draft has beside its layer."""
-    fc, (norm, _) = describe(part.fc), part.norms
+def eagle_of(part: Any, cache: Any, workers: int, rows: int) -> Eagle:
+    """What an EAGLE-3 draft has beside its layer; nothing if the draft is none."""
+    fc, norms, features = NOTHING, NO_ROWS, NO_ROWS
+    inputs = row_bytes = outputs = 0
+    if hasattr(part, "fc"):
+        fc, norms, features = describe(part.fc), np.stack(part.norms), cache.features.numpy()
+        inputs, row_bytes, outputs = int(fc[INPUTS]), int(fc[ROW_BYTES]), part.fc.outputs
     return Eagle(
-        fc=fc,
-        norms=np.stack(part.norms),
-        first=np.zeros((rows, round_up(2 * norm.size, UNIT)), np.float32),
-        features=cache.features.numpy(),
-        fused=aligned_zeros((workers, rows, round_up(int(fc[INPUTS]), UNIT)), np.float32),
-        encoded=aligned_zeros((workers, rows * int(fc[ROW_BYTES]))),
-        products=np.zeros((rows, round_up(part.fc.outputs, UNIT)), np.float32),
-        state_width=state_width,
-        num_features=part.fc.outputs,
-        residual_is_normed=int(part.residual_is_normed),
-    )
+        fc=fc, norms=norms, features=features,
+        fused=aligned_zeros((workers, rows, round_up(inputs, UNIT)), np.float32),
+        encoded=aligned_zeros((workers, rows * row_bytes)),
+        products=np.zeros((rows, round_up(outputs, UNIT)), np.float32),
+        residual_is_normed=int(getattr(part, "residual_is_normed", 0)),
+    )  # fmt: skip

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -108,7 +107,10 @@ class PackedEagle:
         rows, width = x.shape
         first = np.zeros((rows, -(-2 * width // UNIT) * UNIT), np.float32)
         embedded = self.draft.embed(tokens).float().numpy()
-        put_side_by_side(embedded, x, *self.norms, self.runner.model.epsilon, first)
+        epsilon, norms = self.runner.model.epsilon, self.norms
+        for embedding, feature, row in zip(embedded, x, first, strict=True):
+            normalise(embedding, norms[0], epsilon, row)
+            normalise(feature, norms[1], epsilon, row[width:])
         if self.residual_is_normed:
             x = first[:, width : 2 * width]
         logits, outputs = self.runner(
@@ -116,15 +118,6 @@ class PackedEagle:
             self.output_layers, first,
         )  # fmt: skip
         return logits, outputs[-logits_to_keep:]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def put_side_by_side(embedded, features, embedding_norm, feature_norm, epsilon, result):
-    """What the first layer attends to: each row's normed embedding and its normed feature."""
-    width = embedding_norm.shape[0]
-    for row in range(features.shape[0]):
-        normalise(embedded[row], embedding_norm, epsilon, result[row])
-        normalise(features[row], feature_norm, epsilon, result[row, width:])
 
 
 def why_not(draft: Any) -> str:

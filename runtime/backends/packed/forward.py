@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
+from sequoia_plan.runtime.backends.packed.records import Record
+from sequoia_plan.runtime.backends.packed.records import compiled as compiled
 from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG
 from sequoia_plan.runtime.base.vocabulary_loops import largest_of
 
@@ -18,13 +21,15 @@ UNIT = OUTPUTS
 """Outputs of a matrix that one worker computes are a multiple of these: those of a tile."""
 SPINS = 2000
 """How often a worker looks for the others before it yields its processor."""
+FIRST: Any = np.int64(0)
+"""The first layer, row or node, for numba an integer as any: literals are compiled apart."""
 ENCODE, MULTIPLY, TILES, NUM_TILES, TILE_BYTES, STEPS, INPUTS, ROW_BYTES = range(8)
 """The columns of a matrix's description: addresses, sizes in bytes, and counts."""
 QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
 """A layer's matrices."""
 
 
-class Model(NamedTuple):
+class Model(Record):
     """A model's weights. Matrices are int64 [columns above], of a layer int64 [7, columns].
 
     `head` int64 [parts, columns]: parts of as many tiles, but for the last one.
@@ -32,89 +37,35 @@ class Model(NamedTuple):
     `biases` float32 [layers, outputs of query, key and value] or [0, 0].
     """
 
-    matrices: Any
-    head: Any
-    norms: Any
-    final_norm: Any
-    head_norms: Any
-    biases: Any
-    epsilon: Any
-    attend: Any
-    heads: Any
-    head_dim: Any
 
+class Reader(Record):
+    """A `model`, and its passes' memory: `normed`, `encoded`, `attention` are each worker's own.
 
-class Inputs(NamedTuple):
-    """What a pass reads. `x` float32 [workers, rows, width] is the residual stream, changed.
-
-    `first` float32 [rows, n]: what the first layer attends to, [0, 0]: the normed `x`; `rotary`
-    float32 [positions, 2, head_dim / 2]; `visible` bool [rows, extent]; `spans` int64 [rows, 2]:
-    the first slot that a row sees, and the end; `keys` [layers, heads, slots / BLOCK, head_dim / n,
-    BLOCK, n] and `values` [layers, heads, slots / n, head_dim, n], uint16 (bfloat16, n = 2) or
-    uint32 (float32, n = 1).
+    `x` float32 [workers, rows, width], the residual stream; `first` float32 [rows, n]: what the
+    first layer attends to, if n = 0 the normed `x`; `rotary` float32 [positions, 2, head_dim / 2];
+    `positions`, `slots` int64 [rows]; `visible` bool [rows, extent]; `spans` int64 [rows, 2]: the
+    first slot that a row sees, and the end; `keys` [layers, heads, slots / BLOCK, head_dim / n,
+    BLOCK, 2] and `values` [layers, heads, slots / n, head_dim, 2], uint16: words of n = 2 numbers
+    in bfloat16, or of one in float32; `heads`, `attended`, `added`, `gate`, `up`: [rows, n].
+    `logits` float32 [rows to keep, outputs]; `hidden` float32 [states, rows, width]; `layers` int64
+    [states]: after how many layers each hidden state is taken. `largest` float32 and `best` int64
+    [workers, rows to keep]: of each worker's part of the first `vocabulary` logits, the largest one
+    (NaN if one is NaN) and its token. Of steps: `tokens`, `read_slots` int64 [rows]; `last` int64
+    [2]: the last token and position.
     """
 
-    x: Any
-    first: Any
-    positions: Any
-    slots: Any
-    visible: Any
-    spans: Any
-    rotary: Any
-    keys: Any
-    values: Any
 
+@intrinsic
+def call(context, function, values):
+    """Call a function of int64 by its address."""
 
-class Scratch(NamedTuple):
-    """Memory of a pass; `normed`, `encoded` and `attention` are each worker's own."""
-
-    normed: Any
-    encoded: Any
-    attention: Any
-    heads: Any
-    attended: Any
-    added: Any
-    gate: Any
-    up: Any
-
-
-class Outputs(NamedTuple):
-    """`logits` float32 [rows to keep, outputs]; `hidden` float32 [states, rows, width].
-
-    `layers` int64 [states]: after how many layers each hidden state is taken. `largest` float32 and
-    `best` int64 [workers, rows to keep]: of each worker's part of the first `vocabulary` logits,
-    the largest one (NaN if one is NaN) and its token.
-    """
-
-    logits: Any
-    hidden: Any
-    layers: Any
-    largest: Any
-    best: Any
-    vocabulary: Any
-
-
-def _calls(num_values: int) -> Any:
-    """What the intrinsics below return: a call of a function by its address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [LONG] * num_values)
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = cgutils.unpack_tuple(builder, arguments[1])
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * len(values))
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), values)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * (num_values + 1)), codegen
-
-
-@intrinsic
-def call_6(context, function, a, b, c, d, e, f):
-    """Call a function of six int64 by its address."""
-    return _calls(6)
-
-
-@intrinsic
-def call_8(context, function, a, b, c, d, e, f, g, h):
-    """Call a function of eight int64 by its address."""
-    return _calls(8)
+    return types.void(types.int64, types.UniTuple(types.int64, len(values))), codegen
 
 
 @intrinsic
@@ -131,7 +82,7 @@ def add_and_fetch(context, address, count):
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def wait(counter, workers, rounds):
     """Wait until all workers have come here `rounds` times; returns `rounds` + 1.
 
@@ -147,32 +98,41 @@ def wait(counter, workers, rounds):
     return rounds + 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def share(count, worker, workers):
     """The part of `count` things that is one worker's: first, end."""
     return count * worker // workers, count * (worker + 1) // workers
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
+def outputs_of(count, worker, workers):
+    """The part of so many outputs that is one worker's, in whole tiles: first, end."""
+    first, end = share(count // UNIT, worker, workers)
+    return first * UNIT, end * UNIT
+
+
+@compiled
 def encode(matrix, num_rows, rows, encoded):
     """Store rows (float32 [rows, inputs]) as the products by `matrix` read them."""
-    call_6(
-        matrix[ENCODE], rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS],
-        encoded.ctypes.data, matrix[ROW_BYTES],
+    call(
+        matrix[ENCODE],
+        (rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS], encoded.ctypes.data,
+        matrix[ROW_BYTES]),
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def multiply(matrix, num_rows, encoded, results, column, first, end):
     """The outputs from `first` to `end` of encoded rows.
 
     `results` float32 [rows, n]; the matrix's first output goes to `column`.
     """
     tile = first // UNIT
-    call_8(
-        matrix[MULTIPLY], encoded.ctypes.data, num_rows, matrix[TILES] + tile * matrix[TILE_BYTES],
+    call(
+        matrix[MULTIPLY],
+        (encoded.ctypes.data, num_rows, matrix[TILES] + tile * matrix[TILE_BYTES],
         min(end // UNIT, matrix[NUM_TILES]) - tile, matrix[TILE_BYTES], matrix[STEPS],
-        results.ctypes.data + 4 * (column + first), results.strides[0],
+        results.ctypes.data + 4 * (column + first), results.strides[0]),
     )  # fmt: skip
 
 
@@ -187,7 +147,7 @@ def normalise(row, weight, epsilon, result):
         result[column] = row[column] * factor * weight[column]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def rotate(row, cosines, sines, factor):
     """Rotary embedding of one head, times a factor, in place."""
     half = cosines.shape[0]
@@ -197,24 +157,26 @@ def rotate(row, cosines, sines, factor):
         row[i + half] = right * cosines[i] + left * sines[i]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def put(numbers, entries):
-    """Store the bits of float32 numbers as a cache has them: as they are, or in bfloat16."""
+@compiled
+def put(numbers, words):
+    """Store the bits of float32 numbers in uint16 [n, 1], as bfloat16, or [n, 2], as they are."""
     for i in range(numbers.shape[0]):
         number = numbers[i]
-        if entries.itemsize == 2:
+        if words.shape[1] == 1:
             odd = (number >> np.uint32(16)) & np.uint32(1)
-            number = (number + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-        entries[i] = number
+            words[i, 0] = (number + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        else:
+            words[i, 0], words[i, 1] = number, number >> np.uint32(16)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers):
+@compiled
+def project_heads(reader, layer, rows, hidden, encoded, worker, workers):
     """Some heads' queries, keys and values; keys and values are then in the cache."""
-    num_rows, head_dim, group = inputs.slots.shape[0], model.head_dim, model.heads
-    kv_heads, per_word = inputs.keys.shape[1], inputs.keys.shape[5]
+    model, keys, values = reader.model, reader.keys, reader.values
+    group, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
+    per_word = head_dim // keys.shape[3]
     first_head, end_head = share(group + 2 * kv_heads, worker, workers)
-    heads, bits = scratch.heads, scratch.heads.view(np.uint32)
+    heads, bits = reader.heads, reader.heads.view(np.uint32)
     encoder = 0
     start = 0
     for part in range(3):
@@ -224,106 +186,124 @@ def project_heads(model, layer, inputs, scratch, hidden, encoded, worker, worker
             matrix = model.matrices[layer, part]
             if matrix[ENCODE] != encoder:
                 encoder = matrix[ENCODE]
-                encode(matrix, num_rows, hidden, encoded)
+                encode(matrix, rows, hidden, encoded)
             first_output, end_output = (first - start) * head_dim, (end - start) * head_dim
-            multiply(matrix, num_rows, encoded, heads, start * head_dim, first_output, end_output)
-        for row in range(num_rows):
-            cosines, sines = inputs.rotary[inputs.positions[row]]
-            slot = inputs.slots[row]
+            multiply(matrix, rows, encoded, heads, start * head_dim, first_output, end_output)
+        for row in range(rows):
+            rotary, slot = reader.rotary[reader.positions[row]], reader.slots[row]
             for head in range(first, end):
-                values, numbers = heads[row, head], bits[row, head]
+                numbers, number_bits = heads[row, head], bits[row, head]
                 if model.biases.shape[0]:
-                    values += model.biases[layer, head * head_dim : (head + 1) * head_dim]
+                    for i in range(head_dim):
+                        numbers[i] += model.biases[layer, head * head_dim + i]
                 if part != VALUE and model.head_norms.shape[0]:
-                    normalise(values, model.head_norms[layer, part], model.epsilon, values)
+                    normalise(numbers, model.head_norms[layer, part], model.epsilon, numbers)
                 if part == QUERY:  # scores are in units of log 2
-                    rotate(values, cosines, sines, np.float32(LOG2_E / np.sqrt(head_dim)))
+                    rotate(numbers, rotary[0], rotary[1], np.float32(LOG2_E / np.sqrt(head_dim)))
                 elif part == KEY:
-                    rotate(values, cosines, sines, np.float32(1))
-                    key = inputs.keys[layer, head - start, slot // BLOCK, :, slot % BLOCK]
+                    rotate(numbers, rotary[0], rotary[1], np.float32(1))
+                    key = keys[layer, head - start, slot // BLOCK, :, slot % BLOCK]
                     for place in range(per_word):
-                        put(numbers[place::per_word], key[:, place])
+                        put(number_bits[place::per_word], key[:, place : place + 3 - per_word])
                 else:
-                    words = inputs.values[layer, head - start, slot // per_word]
-                    put(numbers, words[:, per_word - 1 - slot % per_word])
+                    place, words = per_word - 1 - slot % per_word, slot // per_word
+                    value = values[layer, head - start, words, :, place : place + 3 - per_word]
+                    put(number_bits, value)
         start += count
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def attend(model, layer, inputs, scratch, worker, workers):
+@compiled
+def attend(reader, layer, rows, worker, workers):
     """Attention of some heads' queries; queries of one cached head go together."""
-    num_rows, head_dim, kv_heads = inputs.slots.shape[0], model.head_dim, inputs.keys.shape[1]
-    group, spans, visible = model.heads // kv_heads, inputs.spans, inputs.visible
-    bits, scratch_rows = scratch.heads.view(np.uint32), scratch.attention[worker]
-    seen, per_word = np.empty(QUERIES * BATCHES, np.int64), inputs.keys.shape[5]
-    sums = scratch_rows[:, LANES : LANES + head_dim]
-    queries = scratch_rows.view(inputs.keys.dtype)[:, per_word * (LANES + head_dim) :]
-    batches = -(-num_rows * group // QUERIES)
+    model, keys, values, spans = reader.model, reader.keys, reader.values, reader.spans
+    head_dim, kv_heads, visible = model.head_dim, keys.shape[1], reader.visible
+    group, per_word = model.heads // kv_heads, head_dim // keys.shape[3]
+    bits, scratch = reader.heads.view(np.uint32), reader.attention[worker]
+    seen = np.empty(QUERIES * BATCHES, np.int64)
+    queries = scratch.view(np.uint16)
+    batches = -(-rows * group // QUERIES)
     item, end_item = share(kv_heads * batches, worker, workers)
     while item < end_item:
         kv_head, batch = item // batches, item % batches
         taken = min(BATCHES, end_item - item, batches - batch)
         start = batch * QUERIES
-        count = min(num_rows * group - start, taken * QUERIES)
+        count = min(rows * group - start, taken * QUERIES)
         first, end = visible.shape[1], 0
-        scratch_rows[:count, : LANES + head_dim] = 0
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
             if query and query % QUERIES == 0 and spans[row, 0] >= end:  # another sequence's
                 count, taken = query, query // QUERIES
                 break
             first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
-            put(bits[row, head], queries[query])
+            for i in range(LANES + head_dim):
+                scratch[query, i] = 0
+            words = queries[query, 2 * (LANES + head_dim) :].reshape(-1, 3 - per_word)
+            put(bits[row, head], words)
             seen[query] = visible[row].ctypes.data
         item += taken
         first_block = first // BLOCK
         seen += first_block * BLOCK
-        call_8(
-            model.attend, seen.ctypes.data, count,
-            inputs.keys[layer, kv_head, first_block:].ctypes.data,
-            inputs.values[layer, kv_head, first_block * BLOCK // per_word :].ctypes.data, head_dim,
-            -(-end // BLOCK) - first_block, scratch_rows.ctypes.data, scratch_rows.strides[0],
+        call(
+            model.attend,
+            (seen.ctypes.data, count, keys[layer, kv_head, first_block:].ctypes.data,
+            values[layer, kv_head, first_block * BLOCK // per_word :].ctypes.data, head_dim,
+            -(-end // BLOCK) - first_block, scratch.ctypes.data, scratch.strides[0]),
         )  # fmt: skip
         for query in range(count):
             row, head = (start + query) // group, kv_head * group + (start + query) % group
             # the largest weight is 1; a row that sees no slot has none
-            total = max(scratch_rows[query // QUERIES * QUERIES, query % QUERIES], np.float32(1))
-            scratch.attended[row, head] = sums[query] / total
+            total = max(scratch[query // QUERIES * QUERIES, query % QUERIES], np.float32(1))
+            for i in range(head_dim):
+                reader.attended[row, head, i] = scratch[query, LANES + i] / total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
+def copy(row, result):
+    """Copy a row to another, which is not longer."""
+    for i in range(result.shape[0]):
+        result[i] = row[i]
+
+
+@compiled
+def add(row, added):
+    """Add to a row, in place."""
+    for i in range(row.shape[0]):
+        row[i] += added[i]
+
+
+@compiled
 def forward(
-    worker, workers, counter, rounds, model, inputs, scratch, outputs, first_layer, end_layer
+    worker, workers, counter, rounds, reader, rows, start, kept, first_layer, end_layer
 ):  # fmt: skip
     """One worker's part of a pass over some layers; `counter`, `rounds`: see `wait`.
 
-    Numbers after the last layer's are those of the head's parts. Returns the rounds after it.
+    The logits of the last `kept` of the rows go to those from `start` on. Numbers after the last
+    layer's are those of the head's parts. Returns the rounds after it.
     """
-    x, hidden, encoded = inputs.x[worker], scratch.normed[worker], scratch.encoded[worker]
-    rows, num_layers = inputs.slots.shape[0], model.matrices.shape[0]
-    added, gates, ups = scratch.added, scratch.gate, scratch.up
-    outer = share(added.shape[1] // UNIT, worker, workers)
-    first_outer, end_outer = outer[0] * UNIT, outer[1] * UNIT
-    inner = share(gates.shape[1] // UNIT, worker, workers)
-    first_inner, end_inner = inner[0] * UNIT, inner[1] * UNIT
+    model, epsilon = reader.model, reader.model.epsilon
+    x, hidden, encoded = reader.x[worker], reader.normed[worker], reader.encoded[worker]
+    num_layers = model.matrices.shape[0]
+    added, gates, ups = reader.added, reader.gate, reader.up
+    first_outer, end_outer = outputs_of(added.shape[1], worker, workers)
+    first_inner, end_inner = outputs_of(gates.shape[1], worker, workers)
     for layer in range(first_layer, min(end_layer, num_layers)):
-        keep_hidden_states(outputs, layer, rows, x, worker)
-        matrices = model.matrices[layer]
-        if layer == 0 and inputs.first.shape[0]:
-            project_heads(model, layer, inputs, scratch, inputs.first, encoded, worker, workers)
+        keep_hidden_states(reader, layer, rows, x, worker)
+        matrices, attended_to = model.matrices[layer], hidden
+        if layer == 0 and reader.first.shape[1]:
+            attended_to = reader.first
         else:
             for row in range(rows):
-                normalise(x[row], model.norms[layer, 0], model.epsilon, hidden[row])
-            project_heads(model, layer, inputs, scratch, hidden, encoded, worker, workers)
+                normalise(x[row], model.norms[layer, 0], epsilon, hidden[row])
+        project_heads(reader, layer, rows, attended_to, encoded, worker, workers)
         rounds = wait(counter, workers, rounds)
-        attend(model, layer, inputs, scratch, worker, workers)
+        attend(reader, layer, rows, worker, workers)
         rounds = wait(counter, workers, rounds)
-        encode(matrices[OUT], rows, scratch.attended, encoded)
+        encode(matrices[OUT], rows, reader.attended, encoded)
         multiply(matrices[OUT], rows, encoded, added, 0, first_outer, end_outer)
         rounds = wait(counter, workers, rounds)
         for row in range(rows):
-            x[row] += added[row]
-            normalise(x[row], model.norms[layer, 1], model.epsilon, hidden[row])
+            add(x[row], added[row])
+            normalise(x[row], model.norms[layer, 1], epsilon, hidden[row])
         encode(matrices[GATE], rows, hidden, encoded)
         multiply(matrices[GATE], rows, encoded, gates, 0, first_inner, end_inner)
         if matrices[UP, ENCODE] != matrices[GATE, ENCODE]:
@@ -338,40 +318,45 @@ def forward(
         multiply(matrices[DOWN], rows, encoded, added, 0, first_outer, end_outer)
         rounds = wait(counter, workers, rounds)
         for row in range(rows):
-            x[row] += added[row]
-    if end_layer <= num_layers:
-        return rounds
-    keep_hidden_states(outputs, num_layers, rows, x, worker)
-    for row in range(rows):
-        normalise(x[row], model.final_norm, model.epsilon, hidden[row])
-    keep_hidden_states(outputs, -1, rows, hidden, worker)
-    kept = outputs.logits.shape[0]
-    for part in range(max(first_layer - num_layers, 0), end_layer - num_layers):
-        matrix, column = model.head[part], part * model.head[0, NUM_TILES] * UNIT
-        encode(matrix, kept, hidden[rows - kept :], encoded)
-        share_of_part = share(matrix[NUM_TILES], worker, workers)
-        first, end = share_of_part[0] * UNIT, share_of_part[1] * UNIT
-        multiply(matrix, kept, encoded, outputs.logits, column, first, end)
-        first, end = first + column, min(end + column, outputs.vocabulary)
-        for row in range(kept):  # while they are in cache
-            if part == 0:
-                outputs.largest[worker, row], outputs.best[worker, row] = -np.inf, first
-            if first < end:
-                largest, token = largest_of(outputs.logits[row, first:end])
-                if largest > outputs.largest[worker, row] or largest != largest:
-                    outputs.largest[worker, row], outputs.best[worker, row] = largest, first + token
-    return rounds
+            add(x[row], added[row])
+    if end_layer > num_layers:
+        keep_hidden_states(reader, num_layers, rows, x, worker)
+        for row in range(rows):
+            normalise(x[row], model.final_norm, epsilon, hidden[row])
+        keep_hidden_states(reader, -1, rows, hidden, worker)
+        for part in range(max(first_layer - num_layers, 0), end_layer - num_layers):
+            compute_logits(reader, part, hidden[rows - kept : rows], start, worker, workers)
+    return wait(counter, workers, rounds)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def keep_hidden_states(outputs, layer, rows, x, worker):
+@compiled
+def compute_logits(reader, part, rows, start, worker, workers):
+    """Some logits of normed rows, by a part of the head, into those from `start` on."""
+    head, encoded, count = reader.model.head, reader.encoded[worker], rows.shape[0]
+    matrix, column = head[part], part * head[0, NUM_TILES] * UNIT
+    encode(matrix, count, rows, encoded)
+    first, end = outputs_of(matrix[NUM_TILES] * UNIT, worker, workers)
+    multiply(matrix, count, encoded, reader.logits[start:], column, first, end)
+    first, end = first + column, min(end + column, reader.vocabulary)
+    for row in range(count):  # while they are in cache
+        if part == 0:
+            reader.largest[worker, row], reader.best[worker, row] = -np.inf, first
+        if first < end:
+            largest, token = largest_of(reader.logits[start + row, first:end])
+            if largest > reader.largest[worker, row] or largest != largest:
+                reader.largest[worker, row], reader.best[worker, row] = largest, first + token
+
+
+@compiled
+def keep_hidden_states(reader, layer, rows, x, worker):
     """Copy hidden states to the outputs that are taken after so many layers (-1: normed)."""
-    for state in range(outputs.layers.shape[0]):
-        if worker == 0 and outputs.layers[state] == layer:
-            outputs.hidden[state, :rows] = x[:rows]
+    for state in range(reader.layers.shape[0]):
+        if worker == 0 and reader.layers[state] == layer:
+            for row in range(rows):
+                copy(x[row], reader.hidden[state, row])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def project(matrix, rows, results):
     """The products of rows by one matrix."""
     encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)

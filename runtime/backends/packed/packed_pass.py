@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -18,16 +17,18 @@ from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, QUERI
 from sequoia_plan.runtime.backends.packed.forward import (
     ROW_BYTES,
     UNIT,
-    Inputs,
     Model,
-    Outputs,
-    Scratch,
+    Reader,
+    compiled,
+    copy,
     forward,
 )
 from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros
 from sequoia_plan.runtime.backends.packed.vectors import LANES
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.base.weight_stream import WeightStream
+
+NOTHING, NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
 class Workers:
@@ -71,23 +72,22 @@ def visible_slots(mask: Tensor) -> NDArray[np.bool_]:
 
 
 class PackedCache(TreeCache):
-    """Keys and values of all layers, see `forward.Inputs`."""
+    """Keys and values of all layers, see `forward.Reader`."""
 
     def __init__(
         self, layers: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype,
         *, counts_positions: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(0, capacity, counts_positions=counts_positions)
-        slots, bits = round_up(capacity, BLOCK), np.uint16 if dtype == torch.bfloat16 else np.uint32
-        n = WORD_BYTES // np.dtype(bits).itemsize
-        shape = (layers, heads, slots // n, head_dim, n)
+        slots, n = round_up(capacity, BLOCK), WORD_BYTES // dtype.itemsize
+        shape = (layers, heads, slots // n, head_dim, 2)
         try:
             self.keys = aligned_zeros(
-                (layers, heads, slots // BLOCK, head_dim // n, BLOCK, n), bits
+                (layers, heads, slots // BLOCK, head_dim // n, BLOCK, 2), np.uint16
             )
-            self.values = aligned_zeros(shape, bits)
+            self.values = aligned_zeros(shape, np.uint16)
         except MemoryError as error:
-            gigabytes = 2 * np.prod(shape) * np.dtype(bits).itemsize / 1e9
+            gigabytes = 4 * np.prod(shape) / 1e9
             raise SequoiaPlanError(
                 f"KV cache: {capacity} tokens need {gigabytes:.3g} GB, more than there are; lower "
                 "max_new_tokens"
@@ -96,7 +96,8 @@ class PackedCache(TreeCache):
     def take(self, other: Any, count: int) -> None:
         """See `TreeCache.take`."""
         super().take(other, count)
-        blocks, words = -(-count // BLOCK), -(-count // self.keys.shape[5])
+        blocks = -(-count // BLOCK)
+        words = blocks * self.values.shape[2] // self.keys.shape[2]
         self.keys[:, :, :blocks] = other.keys[:, :, :blocks]
         self.values[:, :, :words] = other.values[:, :, :words]
 
@@ -106,19 +107,23 @@ class PackedCache(TreeCache):
         move_slots(self.keys, self.values, slots.numpy(), int(start))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def move_slots(keys: Any, values: Any, slots: Any, start: int) -> None:
     """Move entries to the slots from `start` on, in ascending order."""
-    n = keys.shape[5]
+    n = values.shape[3] // keys.shape[3]
     for place in range(slots.shape[0]):
         source, target = slots[place], start + place
-        if source != target:
-            keys[:, :, target // BLOCK, :, target % BLOCK] = keys[
-                :, :, source // BLOCK, :, source % BLOCK
-            ]
-            values[:, :, target // n, :, n - 1 - target % n] = values[
-                :, :, source // n, :, n - 1 - source % n
-            ]
+        if source == target:
+            continue
+        for layer in range(keys.shape[0]):
+            for head in range(keys.shape[1]):
+                key, value = keys[layer, head], values[layer, head]
+                old, new = key[source // BLOCK], key[target // BLOCK]
+                old_value, new_value = value[source // n], value[target // n]
+                for half in range(2):
+                    copy(old[:, source % BLOCK, half], new[:, target % BLOCK, half])
+                    if half >= n - 1:
+                        copy(old_value[:, half - source % n], new_value[:, half - target % n])
 
 
 class PackedPass:
@@ -152,36 +157,29 @@ class PackedPass:
     def __call__(
         self, cache: PackedCache, x: NDArray[np.float32], positions: NDArray[np.int64],
         slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int = 0,
-        layers: Sequence[int] = (), first: NDArray[np.float32] | None = None,
+        layers: Sequence[int] = (), first: NDArray[np.float32] = NO_ROWS,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over rows: their logits, and hidden states after so many `layers` (-1: normed).
 
-        `x` float32 [rows, width]; `visible` and `first`: see `Inputs`. Returns float32 [rows to
+        `x` float32 [rows, width]; `visible` and `first`: see `Reader`. Returns float32 [rows to
         keep, vocabulary] and [rows, states * width], and notes in the cache if a logit is not
         finite.
         """
         rows, extent = visible.shape
         kept = logits_to_keep or rows
-        logits = np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32)
-        hidden = np.empty((len(layers), rows, self.padded_width), np.float32)
-        largest = np.empty((self.workers.count, kept), np.float32)
-        outputs = Outputs(
-            logits, hidden, np.array(layers, np.int64), largest, np.empty(largest.shape, np.int64),
-            self.vocabulary,
-        )  # fmt: skip
         spans = np.stack([visible.argmax(1), extent - visible[:, ::-1].argmax(1)], 1)
         with self.workers.lock:  # scratch memory serves one pass at a time
             self._reserve(rows, extent)
-            self.reserve_rotary(cache.capacity)
-            self.x[:, :rows, : self.width] = x
-            inputs = Inputs(
-                self.x, np.zeros((0, 0), np.float32) if first is None else first, positions, slots,
-                visible, spans, self.rotary, cache.keys, cache.values,
+            self.scratch["x"][:, :rows, : self.width] = x
+            reader = self.new_reader(
+                cache, self.workers.count, kept, layers, self.vocabulary, **self.scratch,
+                first=first, slots=slots, positions=positions, visible=visible, spans=spans,
+                tokens=NOTHING, read_slots=NOTHING, last=NOTHING,
             )  # fmt: skip
             for part in self.parts():
-                self.workers.run(forward, 1, self.model, inputs, self.scratch, outputs, *part)
-        logits = logits[:, : self.vocabulary]
-        if not np.isfinite(largest.max(0)).all():
+                self.workers.run(forward, 1, reader, rows, 0, kept, *part)
+        logits, hidden = reader.logits[:, : self.vocabulary], reader.hidden[:, :rows]
+        if not np.isfinite(reader.largest.max(0)).all():
             cache.finite.fill_(False)
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits), states
@@ -200,6 +198,20 @@ class PackedPass:
         if start < num_layers:
             yield start, num_layers
 
+    def new_reader(
+        self, cache: Any, workers: int, kept: int, layers: Sequence[int], vocabulary: int,
+        **others: Any,
+    ) -> Reader:  # fmt: skip
+        """What a pass reads, and memory for what it computes of so many rows to keep."""
+        self.reserve_rotary(cache.capacity)
+        return Reader(
+            model=self.model, rotary=self.rotary, keys=cache.keys, values=cache.values,
+            logits=np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32),
+            hidden=np.zeros((len(layers), len(others["heads"]), self.padded_width), np.float32),
+            layers=np.array(layers, np.int64), largest=np.zeros((workers, kept), np.float32),
+            best=np.zeros((workers, kept), np.int64), vocabulary=vocabulary, **others,
+        )  # fmt: skip
+
     def reserve_rotary(self, positions: int) -> None:
         """Provide rotary embeddings of so many positions."""
         if len(self.rotary) < positions:
@@ -215,28 +227,25 @@ class PackedPass:
             return
         self.scratch_rows = rows = max(rows, self.scratch_rows)
         self.scratch_slots = slots = max(slots, self.scratch_slots)
-        self.x, self.scratch = self.new_scratch(self.workers.count, rows, slots)
+        self.scratch = self.new_scratch(self.workers.count, rows, slots)
 
-    def new_scratch(
-        self, workers: int, rows: int, slots: int
-    ) -> tuple[NDArray[np.float32], Scratch]:
-        """Memory for passes of so many workers, rows and slots; the first is `Inputs.x`."""
+    def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[Any]]:
+        """Memory for passes of so many workers, rows and slots: fields of a `Reader`."""
         model = self.model
         widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[0, ROW_BYTES]))
-
-        def floats(*shape: int) -> NDArray[np.float32]:
-            return aligned_zeros(shape, np.float32)
-
-        return floats(workers, rows, self.padded_width), Scratch(
-            normed=floats(workers, rows, self.padded_width),
-            encoded=aligned_zeros((workers, rows, widest)),
-            attention=floats(workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),
-            heads=floats(rows, model.heads + 2 * self.kv_heads, model.head_dim),
-            attended=floats(rows, model.heads, model.head_dim),
-            added=floats(rows, self.padded_width),
-            gate=floats(rows, self.inner_width),
-            up=floats(rows, self.inner_width),
-        )
+        own, inner = (workers, rows, self.padded_width), (rows, self.inner_width)
+        shapes = {
+            "x": own,
+            "normed": own,
+            "attention": (workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),
+            "heads": (rows, model.heads + 2 * self.kv_heads, model.head_dim),
+            "attended": (rows, model.heads, model.head_dim),
+            "added": own[1:],
+            "gate": inner,
+            "up": inner,
+        }
+        memory = {name: aligned_zeros(shape, np.float32) for name, shape in shapes.items()}
+        return memory | {"encoded": aligned_zeros((workers, rows, widest))}
 
 
 def cache_dtype(dtype: torch.dtype) -> torch.dtype:

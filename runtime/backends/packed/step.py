@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from sequoia_plan.runtime.backends.packed.forward import UNIT, encode, multiply, share, wait
+from sequoia_plan.runtime.backends.packed.forward import (
+    FIRST,
+    compiled,
+    copy,
+    encode,
+    forward,
+    multiply,
+    outputs_of,
+    wait,
+)
 from sequoia_plan.runtime.backends.packed.packed_pass import move_slots
-from sequoia_plan.runtime.backends.packed.step_draft import draft, embed, place_nodes, run_pass
+from sequoia_plan.runtime.backends.packed.step_draft import draft, embed, place_nodes
 from sequoia_plan.runtime.backends.packed.step_memory import (
-    COMPILED,
     DRAFT,
     GREEDY,
     SEQUOIA,
@@ -29,7 +36,7 @@ TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
 """A step's count of accepted nodes is one of these if that model's logits were not finite."""
 
 
-@njit(**COMPILED)
+@compiled
 def match(tokens, length, max_match, chain):
     """The length of the text's match; `chain` is then what followed it (see `base.lookup`)."""
     longest, best = -1, 0
@@ -47,11 +54,13 @@ def match(tokens, length, max_match, chain):
     return max(longest, 0)
 
 
-@njit(**COMPILED)
+@compiled
 def commit(step, tree, path, count, bonus):
     """Commit the path to caches, tokens and length; the results are in `step.output`."""
     length, depth = step.length[0], path.size
-    slots = length + path[:count]
+    slots = np.empty(count, np.int64)
+    for place in range(count):
+        slots[place] = length + path[place]
     move_slots(step.target.keys, step.target.values, slots, length)
     if tree.passes.shape[0] and not step.eagle.fc.size:
         move_slots(step.draft.keys, step.draft.values, slots, length)
@@ -59,30 +68,28 @@ def commit(step, tree, path, count, bonus):
     for place in range(count):
         token = step.tokens[slots[place + 1]] if place + 1 < count else bonus
         step.output[1 + place], step.output[1 + depth + place] = path[place], token
-    step.tokens[length + 1 : length + 1 + count] = step.output[1 + depth : 1 + depth + count]
+        step.tokens[length + 1 + place] = token  # those of later nodes lie behind
     step.length[0] = length + count
 
 
-@njit(**COMPILED)
+@compiled
 def fuse(worker, workers, step, path, count, slot):
     """Record the features that the target's hidden states of the path make, from a slot on."""
     eagle, hidden = step.eagle, step.target.hidden
     rows, encoded = eagle.fused[worker], eagle.encoded[worker]
-    width = eagle.state_width
+    width = step.target.model.norms.shape[2]
     for place in range(count):
         for state in range(hidden.shape[0]):
-            source = hidden[state, path[place], :width]
-            rows[place, state * width : (state + 1) * width] = source
+            copy(hidden[state, path[place]], rows[place, state * width : (state + 1) * width])
     encode(eagle.fc, count, rows, encoded)
-    part = share(eagle.products.shape[1] // UNIT, worker, workers)
-    first, end = part[0] * UNIT, part[1] * UNIT
+    first, end = outputs_of(eagle.products.shape[1], worker, workers)
     multiply(eagle.fc, count, encoded, eagle.products, 0, first, end)
-    end = min(end, eagle.num_features)
+    end = min(end, eagle.features.shape[1])
     for place in range(count):
-        eagle.features[slot + place, first:end] = eagle.products[place, first:end]
+        copy(eagle.products[place, first:], eagle.features[slot + place, first:end])
 
 
-@njit(**COMPILED)
+@compiled
 def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_match, parts):
     """One worker's part of a step; `step.output` has the numbers of `TreeStep.commit` afterwards.
 
@@ -90,7 +97,8 @@ def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_matc
     began, after each draft pass with its draws, after the target's pass, and at the end.
     """
     length, size, path = step.length[0], tree.parents.size, step.path[: tree.depth]
-    rounds, target, drafted_finite, num_passes = 1, step.target, True, tree.passes.shape[0]
+    target, drafted_finite, num_passes = step.target, True, tree.passes.shape[0]
+    rounds = FIRST + 1
     if parts != VERIFY:  # then a worker that begins late could write over committed tokens
         note_time(worker, step, 0)
         for node in range(1, size):
@@ -101,12 +109,11 @@ def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_matc
             worker, workers, counter, rounds, step, tree, rule == GREEDY, settings[1]
         )  # fmt: skip
     if parts & TARGET:
-        place_nodes(step, tree, target, np.arange(size), 0)
-        for row in range(size):
-            embed(target, row, target.x[worker, row, : target.model.norms.shape[2]])
-        rounds = run_pass(
-            worker, workers, counter, rounds, target, step.eagle.first[:0], size, 0, size,
-            0, target.model.matrices.shape[0] + target.model.head.shape[0],
+        place_nodes(step, tree, target, np.arange(size), FIRST)
+        embed(step.embedding, target, size, worker)
+        rounds = forward(
+            worker, workers, counter, rounds, target, size, FIRST, size,
+            FIRST, target.model.matrices.shape[0] + target.model.head.shape[0],
         )  # fmt: skip
         note_time(worker, step, num_passes + 1)
     if not parts & VERIFY:

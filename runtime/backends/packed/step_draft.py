@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from sequoia_plan.runtime.backends.packed.forward import Inputs, Outputs, forward, normalise, wait
+from sequoia_plan.runtime.backends.packed.forward import (
+    FIRST,
+    compiled,
+    copy,
+    forward,
+    normalise,
+    wait,
+)
 from sequoia_plan.runtime.backends.packed.step_memory import (
-    COMPILED,
     are_finite,
     largest_in,
     note_time,
 )
 from sequoia_plan.runtime.backends.packed.tiles import read_row
 from sequoia_plan.runtime.base.vocabulary_loops import BLOCK as SUM_BLOCK
-from sequoia_plan.runtime.base.vocabulary_loops import draw_from, maximum, top_of_row, weigh
+from sequoia_plan.runtime.base.vocabulary_loops import draw_from, fill, maximum, top_of_row, weigh
 
 
-@njit(**COMPILED)
+@compiled
 def see(reader, row, first, end):
     """Let a row see the slots from `first` to `end`."""
-    reader.visible[row] = False
-    reader.visible[row, first:end] = True
+    for slot in range(reader.visible.shape[1]):
+        reader.visible[row, slot] = first <= slot < end
     reader.spans[row, 0], reader.spans[row, 1] = first, end
 
 
-@njit(**COMPILED)
+@compiled
 def place_committed(step, reader, count, hides_first):
     """Let a pass read the last `count` committed tokens, the root last; rows see those before.
 
@@ -45,7 +50,7 @@ def place_committed(step, reader, count, hides_first):
             see(reader, row, 0, max(slot + 1, 0))
 
 
-@njit(**COMPILED)
+@compiled
 def place_nodes(step, tree, reader, nodes, hides_first):
     """Let a pass read nodes, each of which sees committed tokens and its path."""
     length = step.length[0]
@@ -62,37 +67,15 @@ def place_nodes(step, tree, reader, nodes, hides_first):
             node = tree.parents[node]
 
 
-@njit(**COMPILED)
-def run_pass(
-    worker, workers, counter, rounds, reader, first, rows, start, kept, first_layer, end_layer
-):  # fmt: skip
-    """One pass over the placed rows, or the part of it from one layer to another.
-
-    The logits of the last `kept` rows go to those from `start` on.
-    """
-    inputs = Inputs(
-        reader.x, first, reader.positions[:rows], reader.slots[:rows], reader.visible,
-        reader.spans, reader.rotary, reader.keys, reader.values,
-    )  # fmt: skip
-    end = start + kept
-    outputs = Outputs(
-        reader.logits[start:end], reader.hidden, reader.layers, reader.largest, reader.best,
-        reader.vocabulary,
-    )  # fmt: skip
-    rounds = forward(
-        worker, workers, counter, rounds, reader.model, inputs, reader.scratch, outputs,
-        first_layer, end_layer,
-    )  # fmt: skip
-    return wait(counter, workers, rounds)
+@compiled
+def embed(embedding, reader, rows, worker):
+    """Put the embeddings of the rows' tokens into a worker's residual stream."""
+    for row in range(rows):
+        place = reader.x[worker, row, : reader.model.norms.shape[2]]
+        read_row(embedding, min(reader.tokens[row], reader.last[0]), place)
 
 
-@njit(**COMPILED)
-def embed(reader, row, result):
-    """The embedding of the token of a row."""
-    read_row(reader.embedding, min(reader.tokens[row], reader.last[0]), result)
-
-
-@njit(**COMPILED)
+@compiled
 def put_features(worker, workers, counter, rounds, step, rows, previous, first_output):
     """Prepare an EAGLE-3 pass: embeddings and features side by side, and the residual stream.
 
@@ -101,24 +84,24 @@ def put_features(worker, workers, counter, rounds, step, rows, previous, first_o
     """
     eagle, reader = step.eagle, step.draft
     width, x, epsilon = eagle.norms.shape[1], reader.x[worker], reader.model.epsilon
-    own = reader.scratch.normed[worker, 0, :width]
+    own = reader.normed[worker, 0, :width]
     for row in range(rows):
         if first_output < 0:
-            x[row, :width] = eagle.features[reader.read_slots[row]]
+            copy(eagle.features[reader.read_slots[row]], x[row, :width])
         else:
-            x[row, :width] = reader.hidden[0, first_output + previous[row], :width]
+            copy(reader.hidden[0, first_output + previous[row]], x[row, :width])
         if row % workers == worker:
-            embed(reader, row, own)
-            normalise(own, eagle.norms[0], epsilon, eagle.first[row])
-            normalise(x[row], eagle.norms[1], epsilon, eagle.first[row, width:])
+            read_row(step.draft_embedding, min(reader.tokens[row], reader.last[0]), own)
+            normalise(own, eagle.norms[0], epsilon, reader.first[row])
+            normalise(x[row], eagle.norms[1], epsilon, reader.first[row, width:])
     rounds = wait(counter, workers, rounds)
     if eagle.residual_is_normed:
         for row in range(rows):
-            x[row, :width] = eagle.first[row, width : 2 * width]
+            copy(reader.first[row, width:], x[row, :width])
     return rounds
 
 
-@njit(**COMPILED)
+@compiled
 def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
     """Draw the children of an inner node from its logits, and write their tokens.
 
@@ -148,7 +131,9 @@ def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
     else:
         sums = step.sums[worker, : -(-logits.size // SUM_BLOCK)]
         if not weigh(logits, largest, np.float32(-np.inf), temperature, sums) > 0:
-            logits[:], sums[:] = 0, 0  # the draft had no other token: each is as likely
+            # the draft had no other token: each is as likely
+            fill(logits, FIRST)
+            fill(sums, FIRST)
         uniforms = np.empty(drawn.size)
         for rank in range(drawn.size):
             place = 2 * tree.branching * row + rank
@@ -168,13 +153,12 @@ def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
         child += 1
 
 
-@njit(**COMPILED)
+@compiled
 def draft(worker, workers, counter, rounds, step, tree, is_greedy, temperature):
     """Draft the tree; returns the rounds after it, and whether all logits were finite."""
     reader, eagle, finite = step.draft, step.eagle, True
     is_eagle = eagle.fc.size > 0
-    hides_first, first_output, previous = np.int64(is_eagle), -1, tree.inner
-    no_first = eagle.first if is_eagle else eagle.first[:0]
+    hides_first, first_output, previous = np.int64(is_eagle), FIRST - 1, tree.inner
     for number in range(tree.passes.shape[0]):
         start, count, num_draws, rows = tree.passes[number]
         parents = tree.inner[start : start + count]
@@ -194,11 +178,10 @@ def draft(worker, workers, counter, rounds, step, tree, is_greedy, temperature):
                 worker, workers, counter, rounds, step, rows, previous, first_output
             )  # fmt: skip
         else:
-            for row in range(rows):
-                embed(reader, row, reader.x[worker, row, : reader.model.norms.shape[2]])
-        rounds = run_pass(
-            worker, workers, counter, rounds, reader, no_first, rows, start, count,
-            0, reader.model.matrices.shape[0] + reader.model.head.shape[0],
+            embed(step.draft_embedding, reader, rows, worker)
+        rounds = forward(
+            worker, workers, counter, rounds, reader, rows, start, count,
+            FIRST, reader.model.matrices.shape[0] + reader.model.head.shape[0],
         )  # fmt: skip
         finite = finite and are_finite(reader, count)
         for row in range(worker, count, workers):

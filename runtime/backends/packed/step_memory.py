@@ -3,71 +3,31 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
-COMPILED = {"nogil": True, "cache": True, "error_model": "numpy"}
+from sequoia_plan.runtime.backends.packed.records import Record, compiled
+
 GREEDY, SEQUOIA, TRAVERSAL = range(3)
 C, E, PROB, SCALE = range(4)
 """The columns of `Step.residuals`: of R = max(p - c w - e, 0), a, and a / mass of R."""
 DRAFT, TARGET, VERIFY, ALL = 1, 2, 4, 7
 """The parts of a step that are run."""
 MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
-clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
+clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 
 
-class Reader(NamedTuple):
-    """A model, and the memory of its passes in a step (see `forward`).
-
-    `visible` bool [rows, slots]; `logits` float32 [rows of a step, outputs]; `hidden` float32
-    [states, rows, width]; `last` int64 [2]: its last token and position.
-    """
-
-    model: Any
-    embedding: Any
-    x: Any
-    scratch: Any
-    rotary: Any
-    keys: Any
-    values: Any
-    tokens: Any
-    read_slots: Any
-    positions: Any
-    slots: Any
-    visible: Any
-    spans: Any
-    logits: Any
-    largest: Any
-    best: Any
-    hidden: Any
-    layers: Any
-    vocabulary: Any
-    last: Any
-
-
-class Eagle(NamedTuple):
+class Eagle(Record):
     """What an EAGLE-3 draft has beside its layer; `fc` int64 [0] if the draft is none.
 
-    `first` float32 [rows, inputs of the layer]; `features` float32 [slots, width]: of the token
-    before each slot; `norms` float32 [2, width]: of embeddings and features; `fused` float32
-    [workers, nodes of a path, inputs of `fc`], `encoded` and `products`: of `fuse`.
+    `features` float32 [slots, width]: of the token before each slot; `norms` float32 [2, width]: of
+    embeddings and features; `fused` float32 [workers, nodes of a path, inputs of `fc`], `encoded`
+    and `products`: of `fuse`.
     """
 
-    fc: Any
-    norms: Any
-    first: Any
-    features: Any
-    fused: Any
-    encoded: Any
-    products: Any
-    state_width: Any
-    num_features: Any
-    residual_is_normed: Any
 
-
-class Tree(NamedTuple):
+class Tree(Record):
     """A tree's structure, int64 [nodes] each; `parents[0]` is -1.
 
     `looked_up`: 1 where a node's token is; `rows`: of an inner node, its place among these;
@@ -75,19 +35,8 @@ class Tree(NamedTuple):
     in `inner`, how many, draws of each, and tokens that the pass reads.
     """
 
-    parents: Any
-    levels: Any
-    first_child: Any
-    num_children: Any
-    looked_up: Any
-    rows: Any
-    inner: Any
-    passes: Any
-    depth: Any
-    branching: Any
 
-
-class Step(NamedTuple):
+class Step(Record):
     """All that steps of a decoder read and write. Memory is as `SequenceState` has it.
 
     `own_tokens` int64 [nodes]: of drawn nodes, their number in the draft's vocabulary; `masses`
@@ -97,37 +46,17 @@ class Step(NamedTuple):
     [2 + 2 * nodes]: a step's numbers, as `TreeStep.commit` returns them.
     """
 
-    target: Any
-    draft: Any
-    eagle: Any
-    tokens: Any
-    length: Any
-    chain: Any
-    bits: Any
-    uniforms: Any
-    path: Any
-    own_tokens: Any
-    masses: Any
-    residuals: Any
-    sums: Any
-    memory: Any
-    probs: Any
-    t2d: Any
-    d2t: Any
-    output: Any
-    times: Any
 
-
-@njit(**COMPILED)
+@compiled
 def note_time(worker, step, place):
     """Note the time, in seconds."""
     if worker == 0:
         memory = np.empty(2, np.int64)
-        clock_gettime(MONOTONIC, memory.ctypes)
+        clock_gettime(MONOTONIC, memory.ctypes.data)
         step.times[place] = memory[0] + 1e-9 * memory[1]
 
 
-@njit(**COMPILED)
+@compiled
 def largest_in(reader, row):
     """A row's largest logit; NaN if one is NaN."""
     largest = reader.largest[0, row]
@@ -138,7 +67,7 @@ def largest_in(reader, row):
     return largest
 
 
-@njit(**COMPILED)
+@compiled
 def are_finite(reader, count):
     """Are the logits of so many rows of the last pass finite?"""
     num_finite = 0

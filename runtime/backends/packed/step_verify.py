@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from sequoia_plan.runtime.backends.packed.forward import FIRST, compiled, copy
 from sequoia_plan.runtime.backends.packed.step_memory import (
-    COMPILED,
     PROB,
     SCALE,
     C,
@@ -20,10 +19,10 @@ LARGEST = 3e38
 """Nearly the largest float32."""
 
 
-@njit(**COMPILED)
+@compiled
 def verify_greedily(step, tree, path):
     """The path of the target's most probable tokens, its length, and the token after it."""
-    reader, node, count = step.target, 0, 1
+    reader, node, count = step.target, FIRST, 1
     while True:
         largest, choice = -np.inf, np.int64(0)
         for worker in range(reader.largest.shape[0]):
@@ -42,11 +41,11 @@ def verify_greedily(step, tree, path):
         count += 1
 
 
-@njit(**COMPILED)
+@compiled
 def begin(step, tree, node, prob, settings, top_k):
     """Compute a node's target probabilities; R is then these and a is `prob`."""
     reader, p = step.target, step.probs[node]
-    p[:] = reader.logits[node, : p.size]
+    copy(reader.logits[node], p)
     temperature, _, top_p, min_p = settings
     sums, memory = step.sums[0, : -(-p.size // SUM_BLOCK)], step.memory[0]
     probs_of_row(p, largest_in(reader, node), temperature, top_k, top_p, min_p, sums, memory)
@@ -59,7 +58,7 @@ def begin(step, tree, node, prob, settings, top_k):
         step.masses[child], p[token] = p[token], 0
 
 
-@njit(**COMPILED)
+@compiled
 def child_terms(step, tree, node, child):
     """Of a drawn child: its weight, 1 / D at it, and what its rejection adds to c and e."""
     mass = step.masses[child]
@@ -73,7 +72,7 @@ def child_terms(step, tree, node, child):
     return weight, np.float64(num_undrawn), 0.0, 1.0 / num_undrawn
 
 
-@njit(**COMPILED)
+@compiled
 def accept_prob(step, tree, node, child):
     """min(1, a R[s] / D[s])."""
     state = step.residuals[node]
@@ -84,11 +83,11 @@ def accept_prob(step, tree, node, child):
     return min(max((p - state[C] * weight - state[E]) * state[SCALE] * inverse, 0.0), 1.0)
 
 
-@njit(**COMPILED)
+@compiled
 def residual(step, tree, node):
     """Put R = max(p - c w - e, 0) into the memory for it; returns its mass by blocks."""
     p, rest, row, state = step.probs[node], step.memory[0], tree.rows[node], step.residuals[node]
-    rest[:] = p
+    copy(p, rest)
     num_drafted = tree.passes[-1, 0] + tree.passes[-1, 1] if tree.passes.shape[0] else 0
     if tree.num_children[node] and row < num_drafted:  # others have no child but a looked-up one
         weights, c, e = step.draft.logits[row], np.float32(state[C]), np.float32(state[E])
@@ -104,7 +103,7 @@ def residual(step, tree, node):
     return sums
 
 
-@njit(**COMPILED)
+@compiled
 def reject(step, tree, node, child):
     """r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a) (see `Residual`)."""
     state = step.residuals[node]
@@ -119,13 +118,13 @@ def reject(step, tree, node, child):
     state[SCALE] = min(state[SCALE] / total, LARGEST)
 
 
-@njit(**COMPILED)
+@compiled
 def walk_down(step, tree, uniform, settings, top_k):
     """The end of the path by `verify.residual.sequoia`: accept or reject from the root down."""
-    node = 0
+    node = FIRST
     while True:
         begin(step, tree, node, 1.0, settings, top_k)
-        accepted, first = -1, tree.first_child[node]
+        accepted, first = FIRST - 1, tree.first_child[node]
         for child in range(first, first + tree.num_children[node]):
             prob = accept_prob(step, tree, node, child)
             if uniform < prob:
@@ -138,11 +137,11 @@ def walk_down(step, tree, uniform, settings, top_k):
         node = accepted
 
 
-@njit(**COMPILED)
+@compiled
 def walk_up(step, tree, uniform, settings, top_k):
     """The end of the path by `verify.traversal`: children before their parent, in draw order."""
     next_child = tree.first_child.copy()
-    node = 0
+    node = FIRST
     begin(step, tree, node, 1.0, settings, top_k)
     while True:
         child = next_child[node]
@@ -166,14 +165,14 @@ def walk_up(step, tree, uniform, settings, top_k):
         reject(step, tree, node, child)
 
 
-@njit(**COMPILED)
+@compiled
 def draw_bonus(step, tree, end, settings, top_k):
     """The token after the path: from R after the rejection of all children of its end."""
     if not tree.num_children[end]:
         begin(step, tree, end, 1.0, settings, top_k)
     rest, sums = step.memory[0], residual(step, tree, end)
     if not sums.sum() > 0:  # only rounding leads here: a child was certain to be accepted
-        rest[:] = step.probs[end]
+        copy(step.probs[end], rest)
         sum_blocks(rest, sums)
     token = np.empty(1, np.int64)
     draw_from(rest, step.uniforms[1:2], sums, token, np.empty(1))

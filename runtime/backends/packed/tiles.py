@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from sequoia_plan.runtime.backends.packed.formats import (
@@ -19,6 +18,7 @@ from sequoia_plan.runtime.backends.packed.formats import (
     row_bytes,
     tile_bytes,
 )
+from sequoia_plan.runtime.backends.packed.records import Record, compiled
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _pack_numbers(numbers, tiles, pair):
     """Numbers [outputs, inputs] to tiles [tiles, numbers of one]."""
     outputs, inputs = numbers.shape
@@ -76,7 +76,7 @@ def _pack_numbers(numbers, tiles, pair):
                     target[(i // pair * OUTPUTS + output) * pair + i % pair] = row[i]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _pack_blocks(
     rows, tiles, sizes, places, factors, factor_bytes, scale_runs, scale_planes, scale_flip, runs,
     planes, flip,
@@ -104,7 +104,7 @@ def _pack_blocks(
             _put_planes(values, planes, GROUP // QUAD, step[weights_at:])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _unpack(rows, block, runs, flip, values):
     """The integers of the rows' blocks (see `Run`)."""
     for run in range(runs.shape[0]):
@@ -124,7 +124,7 @@ def _unpack(rows, block, runs, flip, values):
                     values[output, at] = (values[output, at] & lower) | (bits << to)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _put_planes(values, planes, quads, target):
     """The planes of integers, uint8 [outputs, values], by groups of so many quads."""
     words, target = values.view(np.uint32), target.view(np.uint32)
@@ -150,7 +150,7 @@ def _put_planes(values, planes, quads, target):
             low += bits
 
 
-class Embedding(NamedTuple):
+class Embedding(Record):
     """A matrix whose rows compiled code reads, one at a time.
 
     `sizes` int64: of `Format`, `block`, `group`, `num_scales`, bytes of a step, where in it scales
@@ -159,17 +159,10 @@ class Embedding(NamedTuple):
     float32: what integers stand for, less their zero.
     """
 
-    tiles: Any
-    sizes: Any
-    planes: Any
-    scale_planes: Any
-    values: Any
-
 
 def embedding_of(matrix: Matrix) -> Embedding:
     """What reading a matrix's rows takes."""
-    layout, tiles = FORMATS[matrix.format], matrix.tiles.view()
-    tiles.flags.writeable = False  # compiled once, whether or not they can be written
+    layout = FORMATS[matrix.format]
     sizes, values = [layout.block_bytes, layout.step.shape[2] if layout.is_float else 0], [0]
     if not layout.is_float:
         places: Any = layout.step.fields
@@ -181,7 +174,10 @@ def embedding_of(matrix: Matrix) -> Embedding:
         values = [x - (layout.zero or 0) for x in layout.values or range(1 << layout.bits)]
     numbers = np.array([*sizes, *[0] * (10 - len(sizes))], np.int64)
     planes, scale_planes = (np.array(p, np.int64) for p in (layout.planes, layout.scale_planes))
-    return Embedding(tiles, numbers, planes, scale_planes, np.array(values, np.float32))
+    return Embedding(
+        tiles=matrix.tiles, sizes=numbers, planes=planes, scale_planes=scale_planes,
+        values=np.array(values, np.float32),
+    )  # fmt: skip
 
 
 def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -192,7 +188,7 @@ def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.flo
     return rows
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def read_row(embedding, number, row):
     """Read one row, float32 [inputs]."""
     tile, output, values = embedding.tiles[number // OUTPUTS], number % OUTPUTS, embedding.values
@@ -224,7 +220,7 @@ def read_row(embedding, number, row):
                 row[start + i] = values[integers[i % GROUP]] * scale - subtracted
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _integers(vectors, planes, quads, output, integers):
     """One output's integers from vectors of planes of so many quads (see `Format.step`)."""
     integers[:] = 0
@@ -242,7 +238,7 @@ def _integers(vectors, planes, quads, output, integers):
         low, first = low + bits, first + own
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _factor(stored, at, count):
     """A factor from its bytes: float16, or the exponent of a power of 2."""
     if count == 1:
@@ -250,7 +246,7 @@ def _factor(stored, at, count):
     return _half(np.int64(stored[at]) | np.int64(stored[at + 1]) << 8)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _half(bits):
     """A float16 number from its bits."""
     exponent, fraction = bits >> 10 & 31, bits & 1023
@@ -260,7 +256,7 @@ def _half(bits):
     return np.float32(-number if bits >> 15 else number)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _read_numbers(tile, output, num_bytes, pair, row):
     """Read a row of numbers in floating point."""
     halves, numbers = tile.view(np.uint16), tile.view(np.float32)
