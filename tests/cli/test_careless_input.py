@@ -58,8 +58,7 @@ with exclusive(sys.argv[1]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["profile", "bench"])
-def test_two_that_measure_for_one_file(run, tmp_path, command):
+def test_two_that_measure_for_one_file(run, tmp_path):
     """The lock is held by a process whose journal is already gone, and is taken over afterwards."""
     with subprocess.Popen(
         [sys.executable, "-c", MEASURING, "out"],
@@ -70,14 +69,16 @@ def test_two_that_measure_for_one_file(run, tmp_path, command):
     ) as first:
         assert first.stdout.readline() == "locked\n"
         (tmp_path / ".out.journal").write_text("{}")  # another run's work
-        refused(run(command, "-o", "out"), 1, "out: another sequoia-plan is measuring for this")
+        for command in ("profile", "bench"):
+            refused(run(command, "-o", "out"), 1, "out: another sequoia-plan is measuring for this")
         assert (tmp_path / ".out.journal").exists()
         first.stdin.close()
     (tmp_path / ".out.journal").unlink()
     assert not list(tmp_path.glob(".out*"))  # the first removed its lock
     # the next one gets the lock, and releases it when it fails
-    refused(run(command, "-o", "out", "--prompts", "missing.txt"), 1, "missing.txt")
-    assert not list(tmp_path.glob(".out*"))
+    for command in ("profile", "bench"):
+        refused(run(command, "-o", "out", "--prompts", "missing.txt"), 1, "missing.txt")
+        assert not list(tmp_path.glob(".out*"))
 
 
 def shell(command, cwd, **variables):
@@ -95,6 +96,7 @@ def test_a_closed_stdout(run, tmp_path, command):
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
+@pytest.mark.slow
 def test_a_closed_stdin(run, tmp_path):
     result = shell("$S generate --prompt - <&-", tmp_path)
     message = b"Error: --prompt -: stdin is closed; expected text\n"

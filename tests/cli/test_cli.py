@@ -266,14 +266,14 @@ def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run
 
 
 @pytest.mark.slow
-def test_generate_with_the_embedded_pair(run, tmp_path):
-    """The installed command, in a process of its own."""
-    command = [sys.executable, "-m", "sequoia_plan", "generate", "--prompt", "-", *SHORT]
-    piped, streamed = (
-        subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, input="Hi!")
-        for words in (command, command[:-1])
-    )
-    generated = json.loads(piped.stdout)
+def test_generate_with_the_embedded_pair(run):
+    """The installed command, in a process of its own, streams what JSON has."""
+    command = ("generate", "--prompt", "-", *SHORT)
+    generated = answer(run(*command, input="Hi!"))
+    streamed = subprocess.run(
+        [sys.executable, "-m", "sequoia_plan", *command[:-1]],
+        capture_output=True, text=True, check=True, input="Hi!",
+    )  # fmt: skip
     names = {"text", "tokens", "new_tokens", "steps", "tokens_per_step", "seconds", "finish_reason"}
     assert set(generated) == names
     assert 0 < generated["new_tokens"] == len(generated["tokens"]) <= 8

@@ -103,6 +103,7 @@ def start(path, tmp_path, last="os.fsync = lambda fd: time.sleep(60)", command="
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_a_maker_that_is_killed_leaves_nothing_that_counts(path, model, tmp_path):
     process = start(path, tmp_path)
     process.kill()
@@ -112,6 +113,7 @@ def test_a_maker_that_is_killed_leaves_nothing_that_counts(path, model, tmp_path
     assert not list(tmp_path.glob("cache/.m-*unfinished"))
 
 
+@pytest.mark.slow
 def test_a_command_that_is_terminated_removes_what_is_unfinished(path, tmp_path):
     options = ["generate", "--target", path, "--dtype", "float32"]
     command = f"from sequoia_plan.planner.cli import main; main({options!r})"

@@ -11,7 +11,7 @@ from gguf_files import IDS, SIZES, logits_of, write_gguf
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 ROPES = {
     "default": {}, "linear": dict(factor=4.0),
     "yarn": dict(factor=4.0, original_max_position_embeddings=40),

@@ -93,7 +93,6 @@ def yields_of_steps(pair, tree, sampling, steps_per_prompt):
     )
 
 
-@pytest.mark.slow
 def test_traversal_is_measured_as_it_accepts_in_a_tree():
     """The levels predict the tokens a step that decoding yields.
 
@@ -102,11 +101,10 @@ def test_traversal_is_measured_as_it_accepts_in_a_tree():
     pair = toy_pair(noise=1.5, constant=True)
     yields = yields_of_steps(pair, TREE, TRAVERSAL, 150)
     error = yields.std() / len(yields) ** 0.5
-    prompts = PROMPTS * 8
     sequoia, traversal = (
         expected_tokens(TREE, Acceptance.counted(observed.totals()).with_one_class().rates)
         for observed in (
-            measured(pair, sampling, prompts, tokens_per_prompt=60)
+            measured(pair, sampling, PROMPTS * 4, tokens_per_prompt=30)
             for sampling in (PLAIN_RULE, TRAVERSAL)
         )
     )

@@ -8,13 +8,10 @@ import torch
 from architectures import VOCABULARY, tiny
 from operations import Operations
 
-from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.models.attention import attend_shared_heads
-from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error, num_fused_layers
+from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error
 from sequoia_plan.runtime.models.fused_layer import can_fuse
-from sequoia_plan.runtime.pair import EMBEDDED_DRAFTS
 
 pytestmark = pytest.mark.slow
 
@@ -110,20 +107,6 @@ def test_fused_models_are_copied_and_pickled():
         expected = model(tokens).logits
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert relative_error(copied, expected, tokens) == 0
-
-
-@pytest.mark.parametrize("draft", EMBEDDED_DRAFTS)
-def test_the_embedded_pair_is_fused(draft):
-    fused = load_pair(draft=draft, dtype="float32", placement="fused")
-    plain = load_pair(draft=draft, dtype="float32", placement="resident")
-    assert fused.metadata["target"]["fused_layers"] == 30
-    draft_module = getattr(fused.draft, "module", fused.draft)
-    assert fused.metadata["draft"]["fused_layers"] == num_fused_layers(draft_module) > 0
-    prompt = torch.tensor([fused.tokenizer.encode("A short story about a fox and a hen.")])
-    tree = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
-    results = [SequoiaDecoder(p.target, p.draft, tree).generate(prompt, 24) for p in (fused, plain)]
-    assert results[0].sequences.equal(results[1].sequences)
-    assert results[0].steps == results[1].steps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -147,8 +147,8 @@ def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
         return split_key_attention(*args, 3)
 
     for tree, options in ((TREES["both"], {}), (TREES["root"], {"num_key_value_heads": 4})):
-        target = tiny("Llama", **options)
-        decoder = SequoiaDecoder(target, tiny("Llama", seed=1), tree)
+        target = tiny("Llama", num_hidden_layers=2, **options)
+        decoder = SequoiaDecoder(target, tiny("Llama", 1, num_hidden_layers=1), tree)
         expected = decoder.generate([5, 6, 7], 8).sequences
         with monkeypatch.context() as patch:
             use_kernels(patch)
@@ -161,7 +161,8 @@ def test_a_decoder_generates_the_same_with_split_keys(monkeypatch):
 @pytest.mark.parametrize("splits_keys", [True, False])
 def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
     """Where attention finds the end of the text on the device; else each extent has a graph."""
-    decoder = SequoiaDecoder(tiny("Llama"), tiny("Llama", seed=1), TokenTree.chain(3))
+    target, draft = (tiny("Llama", seed, num_hidden_layers=1) for seed in (0, 1))
+    decoder = SequoiaDecoder(target, draft, TokenTree.chain(3))
     expected = decoder.generate([5, 6, 7], 16).sequences
     simulate_capture(decoder.step)
     monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 64, "cuda": 8})

@@ -9,6 +9,7 @@ from architectures import plain_text
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models.fuse import num_fused_layers
 from sequoia_plan.runtime.offload.memory import cache_bytes, own_bytes
 from sequoia_plan.runtime.pair import INT8, LANGUAGE_MODEL, add_draft
 
@@ -74,15 +75,26 @@ def test_placements_that_cannot_be_are_refused():
         load_pair(placement="attic")
 
 
-def test_where_weights_are_is_recorded(pair):
-    plain = load_pair(dtype="float32", placement="resident")
-    fused = load_pair(dtype="float32", placement="fused")
-    for each, placement in ((pair, "compiled"), (fused, "fused"), (plain, "resident")):
-        target, draft = each.metadata["target"], each.metadata["draft"]
+@pytest.mark.parametrize("draft", [None, LANGUAGE_MODEL])
+def test_layers_are_fused_where_it_is_recorded(draft, pair):
+    """The text and its steps are those of the layers of transformers."""
+    fused, plain = pairs = [
+        load_pair(draft=draft, dtype="float32", placement=placement)
+        for placement in ("fused", "resident")
+    ]
+    assert fused.metadata["target"]["fused_layers"] == 30
+    module = getattr(fused.draft, "module", fused.draft)
+    assert fused.metadata["draft"]["fused_layers"] == num_fused_layers(module) > 0
+    prompt = fused.tokenizer.encode("A short story about a fox and a hen.")
+    first, second = (SequoiaDecoder(p.target, p.draft, BUSHY).generate(prompt, 24) for p in pairs)
+    assert first.sequences.equal(second.sequences) and first.steps == second.steps
+    placements = ("fused", "resident", "compiled") if draft is None else ()
+    for each, placement in zip((*pairs, pair), placements, strict=False):
+        models = target, draft = each.metadata["target"], each.metadata["draft"]
         assert each.placement == target["placement"] == draft["placement"] == placement
-        assert ("fused_layers" in target) == (placement == "fused")
-        assert target.get("weights") == ("F32" if placement == "compiled" else None)
+        assert all(("fused_layers" in model) == (placement == "fused") for model in models)
         is_file = placement == "compiled"  # which has the digest of all of it
+        assert target.get("weights") == ("F32" if is_file else None)
         assert (target["digest"] != plain.metadata["target"]["digest"]) == is_file
         assert draft["digest"] == plain.metadata["draft"]["digest"]
 
