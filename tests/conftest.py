@@ -24,11 +24,12 @@ if HAS_TORCH:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
 
 
-LONGEST = """
-test_compiled_step test_static_step test_recurrent test_layer_kernels test_docs test_recipe
-test_real_pair test_offload test_gpu_benchmark test_packed_model test_changed_models
-test_careless_input test_acceptance test_vocabulary_loops test_portfolio test_verify
-""".split()
+LONGEST = [
+    "test_compiled_step", "test_static_step", "test_recurrent", "test_layer_kernels", "test_docs",
+    "test_recipe", "test_real_pair", "test_offload", "test_gpu_benchmark", "test_packed_model",
+    "test_changed_models", "test_careless_input", "test_acceptance", "test_vocabulary_loops",
+    "test_portfolio", "test_verify",
+]  # fmt: skip
 """Files that take long. The first one compiles what later ones find on disk."""
 
 
