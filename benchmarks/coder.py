@@ -4,13 +4,15 @@
     python benchmarks/coder.py TARGET.gguf DRAFT.gguf --draft-tree build/coder/tree.safetensors \
         --llamacpp .llamacpp/bin
 
-All methods decode a prompt before the next one begins. Rates are of the tokens after the first one:
-a prompt's pass is not counted. A killed run goes on from its journal.
+A run adds its setting, threads and sampling, to the output. All methods decode a prompt before the
+next one begins. Rates are of the tokens after the first one: a prompt's pass is not counted. A
+killed run goes on from its journal.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -160,16 +162,15 @@ def main() -> None:
             methods, ids, lambda done: print(done, flush=True), journal=Journal(journal, work)
         )
     kinds = [None, *dict.fromkeys(prompt.kind for prompt in prompts)]
-    report = {
-        "processor": processor_name(),
-        "threads": options.threads,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
+    setting = f"{processor_name()}, {options.threads} threads, T = {options.temperature:g}"
+    setting += f", top-p {options.top_p:g}" * (options.top_p < 1)
+    reports = json.loads(options.output.read_text()) if options.output.exists() else {}
+    reports[setting] = {
         "prompts": len(prompts),
         "tokens": options.tokens,
         "methods": {kind or "all": figures(runs, prompts, kind) for kind in kinds},
     }
-    write_report(options.output, report)
+    write_report(options.output, reports)
     if options.output.parent == RESULTS:
         write_atomically(PAGE, with_tables(PAGE.read_text(), RESULTS).encode())
     journal.unlink(missing_ok=True)

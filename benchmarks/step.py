@@ -4,7 +4,7 @@
 
 A target and a draft of two layers of width 64, so that passes are short; their heads' products are
 not. A round runs some steps of each way and tree, so ratios are free of drift. Milliseconds a step,
-medians of rounds: `whole`, of it `rest`, which is all but the passes, and `by_parts`.
+medians of rounds with quartiles: `whole`, of it `rest`, which is all but the passes, `by_parts`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from pages import with_tables
 from reports import new_parser, spread, write_report
+from results import RESULTS, ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.profiler.hardware import fingerprint
+from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.captured_step import CapturedStep
 
+PAGE = ROOT / "docs" / "speed.md"
 VOCABULARIES, THREADS, STEPS = (64, 49_152, 151_936), (1, 2), 12
 TREES = {
     "plain": TokenTree.chain(1),
@@ -85,12 +89,13 @@ def main() -> None:
                     for _ in range(options.rounds + 1)
                 ][1:]
                 ms = {key: np.array([each[key] for each in rounds]) for key in rounds[0]}
-                setting = f"{vocabulary}, {threads} threads, {name}, T = {temperature}"
-                figures[setting] = {key: spread(values) for key, values in ms.items()} | {
-                    "by_parts_over_whole": spread(ms["by_parts"] / ms["whole"], 2)
-                }
-                print(setting, json.dumps(figures[setting]), flush=True)
-    write_report(options.output, {"hardware": fingerprint("cpu"), "figures": figures})
+                times = {key: spread(values) for key, values in ms.items()}
+                setting = figures.setdefault(f"{vocabulary:,}, {threads}", {}).setdefault(name, {})
+                setting[f"T = {temperature}"] = times
+                print(vocabulary, threads, name, temperature, json.dumps(times), flush=True)
+    write_report(options.output, {"processor": processor_name(), "figures": figures})
+    if options.output.parent == RESULTS:
+        write_atomically(PAGE, with_tables(PAGE.read_text(), RESULTS).encode())
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ def picture(
         figure = Figure(figsize=inches, layout="constrained")
         all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for panel, axes in zip(panels, all_axes, strict=True):
-            _draw(*panel, axes)
+            tree_panel(*panel, axes)
         file = io.BytesIO()
         metadata = {"Date": None} if suffix == "svg" else None
         figure.savefig(file, format=suffix, dpi=DPI, metadata=metadata, transparent=in_page)
     return file.getvalue()
 
 
-def _draw(tree: TokenTree, acceptance: Acceptance | None, title: str, axes: Any) -> None:
+def tree_panel(tree: TokenTree, acceptance: Acceptance | None, title: str, axes: Any) -> None:
     """Draw a tree level by level.
 
     A node's area grows with its value, the probability that it is accepted. Without acceptance,

@@ -58,7 +58,18 @@ class Record:
         self._numba_type_: Any = RecordType(type(self).__name__, kinds)
 
     def __getattr__(self, name: str) -> Any:
-        return self.fields[name]
+        try:
+            return self.__dict__["fields"][name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+    def __reduce__(self) -> Any:
+        """For pickle and copies: the addresses of their own arrays."""
+        return _made_of, (type(self), self.fields)
+
+
+def _made_of(kind: type[Record], fields: dict[str, Any]) -> Record:
+    return kind(**fields)
 
 
 register_model(RecordType)(models.IntegerModel)  # an address
