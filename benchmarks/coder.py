@@ -171,7 +171,7 @@ def main() -> None:
         "methods": {kind or "all": figures(runs, prompts, kind) for kind in kinds},
     }
     write_report(options.output, reports)
-    if options.output.parent == RESULTS:
+    if options.output.resolve().parent == RESULTS:
         write_atomically(PAGE, with_tables(PAGE.read_text(), RESULTS).encode())
     journal.unlink(missing_ok=True)
 

@@ -1,12 +1,11 @@
 """What a long text costs: steps, prompts and memory, and trees against plain decoding.
 
     python benchmarks/contexts.py -o benchmarks/results/contexts.json
-    python benchmarks/contexts.py --dtype bfloat16 --tree long.safetensors -o build/planned.json
 
 One thread. The parts of a step are timed after random tokens, all trees in each round. Then texts
 of three kinds are decoded: Python's documentation, its code, and the built-in prompts one after the
 other. The last token before the new ones is the same at all contexts of a text: only how much text
-stands before it differs. Plain decoding and the trees take turns, the one of `--tree` among them.
+stands before it differs. Plain decoding and the trees take turns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from reports import new_parser, spread, write_report
 
-from sequoia_plan.artifacts import TokenTree, load_tree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.profiler.breakdown import time_parts
 from sequoia_plan.profiler.hardware import fingerprint
@@ -113,7 +112,6 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", action="append", help="repeatable")
-    parser.add_argument("--tree", help="a solved tree, as of `profile --context 256,4096`")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures = {}
@@ -122,8 +120,6 @@ def main() -> None:
         decoder = SequoiaDecoder(pair.target, pair.draft, TREES["6"])
         decoders = {name: decoder.with_tree(tree) for name, tree in TREES.items()}
         steps = step_figures(pair, decoders, options.rounds)
-        if options.tree:  # plain decoding stays the last
-            decoders = {"solved": decoder.with_tree(load_tree(options.tree)), **decoders}
         figures[dtype] = {"steps": steps, "texts": text_figures(pair, decoders)}
     write_report(options.output, {"hardware": fingerprint("cpu"), "figures": figures})
 

@@ -182,6 +182,7 @@ def coder(results: Path) -> Iterator[str]:
     shown = "{:.2f}x ({:.2f}-{:.2f})".format
     for setting, report in read(results, "coder").items():
         methods = report["methods"]
+        yield ""
         yield f"{setting}; {report['prompts']} prompts x {report['tokens']} tokens."
         yield ""
         kinds = (f"over plain, {kind}" for kind in methods)
@@ -190,7 +191,6 @@ def coder(results: Path) -> Iterator[str]:
             rate, step_tokens = figures["tokens_per_second"][0], figures["tokens_per_step"]
             ratios = (shown(*by_name[name]["over_plain"]) for by_name in methods.values())
             yield row(name, f"{rate:.1f}", str(step_tokens), *ratios)
-        yield ""
 
 
 def steps(results: Path) -> Iterator[str]:

@@ -94,7 +94,7 @@ def main() -> None:
                 setting[f"T = {temperature}"] = times
                 print(vocabulary, threads, name, temperature, json.dumps(times), flush=True)
     write_report(options.output, {"processor": processor_name(), "figures": figures})
-    if options.output.parent == RESULTS:
+    if options.output.resolve().parent == RESULTS:
         write_atomically(PAGE, with_tables(PAGE.read_text(), RESULTS).encode())
 
 
