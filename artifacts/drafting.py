@@ -77,7 +77,7 @@ class Drafting(Artifact, frozen=True):
             num_unread: how many tokens the draft may not have read.
             num_passes: draft passes of the step; without any, nothing need be read.
         """
-        num_read_first = self.first_pass_width(depth=num_passes + 1) - 1
+        num_read_first = self.first_pass_width(depth=num_passes + 1) - 1  # besides the root
         if not num_passes or num_unread <= num_read_first:
             return 0
         return 1 << (num_unread - 1).bit_length()

@@ -229,13 +229,17 @@ class ReplayModel:
         return replace(self, texts=texts)
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
-        """The mean step of all texts. The error is from how texts differ and from the times."""
+        """The mean step of all texts; the seconds are those of one request, at any `batch`.
+
+        The error is from the times and, with drafting, from how texts differ.
+        """
         texts = [steps for steps in self.replays(drafting) if steps]
         tokens = [sum(step.tokens for step in steps) for steps in texts]
         price = cache(
             lambda drafted, passes: float(times.parts(drafted, passes, drafting.length > 0).sum())
         )
         seconds = [
+            # replayed steps have no seconds of their own
             sum(step.seconds or price(step.drafted, step.passes) for step in steps)
             for steps in texts
         ]

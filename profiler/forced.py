@@ -63,11 +63,13 @@ class ForcedAcceptance:
     def __call__(
         self, prompt: Tensor, sampling: Sampling, max_new_tokens: int, seed: int
     ) -> dict[str, Any]:
-        """Count trials and acceptance by level and node class; see `Acceptance`.
+        """Let the target write a text, and count trials and acceptance by level and node class.
 
-        Each position of the text is a node of the tree that decodes it. The counts of `traversal`
-        are those of `sequoia`, with how far both get in the tree. `prompt` int64 [n].
+        Each position of the text is a node of the tree that decodes it. With `traversal`, the
+        counts are those of `sequoia`, and "reached" has how often each of both gets to a level
+        (see `collect`). `prompt` int64 [n].
         """
+        # while it writes, `traversal` adds to `reached`
         reached = torch.zeros(2, self.tree.depth, dtype=torch.float64)
         self.decoder.step.verifier.verifiers = VERIFIERS | {
             "traversal": recording_traversal(reached)
@@ -76,7 +78,7 @@ class ForcedAcceptance:
         # the row of the tables [levels * node classes, ...] that each position adds to
         rows = 2 * np.minimum(levels, self.num_levels - 1) + node_classes
         if self.max_depth:
-            rows[levels > self.max_depth - 2] = -1  # the draft gives these no children
+            rows[levels > self.max_depth - 2] = -1  # not counted: the draft gives no children
         lookup = LookupTrials(text.cpu().numpy(), levels, rows) if counts_lookup(sampling) else None
         drafted_probs, looked_up_probs = self._acceptance_probs(
             text, levels, rows >= 0, lookup, sampling, seed

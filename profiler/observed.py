@@ -35,10 +35,12 @@ class ObservedAcceptance:
     tree: TokenTree = TREE
 
     def totals(self) -> Counts:
-        """Counts over all prompts, down to the last level with trials on any prompt."""
+        """Counts over all prompts, down to the last level with trials; there must be one.
+
+        They are rounded as a file has them: both classes together, and the part off the spine.
+        """
         num_levels = int(np.flatnonzero(self.trials.sum((0, 2)))[-1]) + 1
         trials, counts = (n.sum(0)[:num_levels] for n in (self.trials, self.counts))
-        # a file has totals and the part off the spine
         total, off_spine = counts.sum(1).round(4), _clipped_off_spine(trials, counts).round(4)
         return Counts(trials, np.stack([total - off_spine, off_spine], 1))
 

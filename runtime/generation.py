@@ -238,16 +238,16 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) 
         if value is None or name in WITHOUT_EFFECT:
             continue
         if name == "position_ids":  # multimodal models have a row for each dimension
-            rows = torch.as_tensor(value).flatten(0, -2)
+            rows = torch.atleast_2d(torch.as_tensor(value)).flatten(0, -2)
             is_ignored = any(row != list(range(num_tokens)) for row in rows.tolist())
         elif name in ("cache", "past_key_values"):
             is_ignored = not hasattr(value, "get_seq_length") or bool(value.get_seq_length())
-        elif name.endswith("token_type_ids"):  # in multimodal models, 0 is text
-            is_text = module is not None and text_config(module) is not module.config
-            is_ignored = any(_values(value)) or (name in taken and not is_text)
+        elif name.endswith("token_type_ids"):  # multimodal models mark text by 0
+            is_multimodal = module is not None and text_config(module) is not module.config
+            is_ignored = any(_values(value)) or (name in taken and not is_multimodal)
         else:
             is_ignored = isinstance(value, Tensor) and (name in taken or name.endswith("_embeds"))
-        if is_ignored:  # transformers makes position_ids of an attention mask
+        if is_ignored:  # it may be `position_ids`, which transformers makes of an attention mask
             raise ArgumentError(
                 f"{name}: found {value!s:.60}, expected none, because decoding with a token tree "
                 "reads token ids alone and would ignore it; leave it out, and attention masks of "

@@ -108,7 +108,10 @@ def _rows(ids: Tensor, scores: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _state(value: Any, seen: frozenset[int] = frozenset()) -> Any:
-    """What changes when a processor keeps something: in attributes, containers and closures."""
+    """A summary that differs if a processor has kept something between two calls.
+
+    It covers attributes, containers and closures; of a module, only which one it is.
+    """
     if isinstance(value, (Tensor, np.ndarray)):
         return str(value.sum().item())  # as text, because NaN differs from itself
     if isinstance(value, torch.nn.Module) or id(value) in seen:

@@ -103,7 +103,7 @@ def solve(
     measured = profile  # as a name whose type does not change
 
     def solved_with(latency: Latency | None) -> TokenTree:
-        """The tree for these latencies, with its plan."""
+        """The tree for these latencies, if there are any, with its plan."""
         times = StepTime(latency, measured.drafting) if latency else None
         recording = None
         if times and objective == "speed":
@@ -121,7 +121,8 @@ def solve(
             tree, figures = trees_by_match(measured, recording, fastest_tree(timed).tree)
         else:
             tree, figures = _fastest_tree(measured, timed)
-        if recording and draft and figures["predicted_speedup"] < 1:  # lookups take time
+        # lookup takes more time than it saves; without a draft, nothing else proposes tokens
+        if recording and draft and figures["predicted_speedup"] < 1:
             tree, figures = _fastest_tree(measured, timed)
         latency = latency and latency.without_spread()
         solver = pick_solver(problem).NAME if objective == "tokens" else "branch and bound"

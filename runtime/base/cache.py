@@ -112,7 +112,10 @@ class TreeCache(Cache):
         return [block[:, :, :, start : start + count] for block in self.blocks]
 
     def allocate(self, memory: LayerMemory, entries: int) -> Tensor:
-        """A new tensor of zeros: even keys that the mask hides must be finite."""
+        """Memory for keys or values of `entries` layers: [entries, 1, heads, capacity, head_dim].
+
+        It is zeros, because even keys that the mask hides must be finite.
+        """
         device, dtype, heads, head_dim = memory
         shape = (entries, 1, heads, self.capacity, head_dim)
         try:

@@ -105,16 +105,16 @@ def maximum(values):
 
 @compiled
 def largest_of(values):
-    """The largest of the values, and its first place; NaN if one of them is NaN."""
-    best, best_start, size = np.float32(-LARGEST), 0, np.int32(0)
+    """The largest of the values, and its first place; NaN and 0 if one of them is NaN."""
+    best, best_start, magnitude = np.float32(-LARGEST), 0, np.int32(0)
     for start in range(0, values.size, BLOCK):
         bits = values[start : start + BLOCK].view(np.int32)
         for place in range(bits.size):
-            size = max(size, bits[place] & np.int32(0x7FFFFFFF))
+            magnitude = max(magnitude, bits[place] & np.int32(0x7FFFFFFF))  # without the sign
         value = maximum(values[start : start + BLOCK])
         if value > best:
             best, best_start = value, start
-    if size > np.int32(0x7F800000):
+    if magnitude > np.int32(0x7F800000):  # more than infinity's bits: a NaN's
         return np.float32(np.nan), 0
     place = best_start
     while place < values.size - 1 and values[place] != best:

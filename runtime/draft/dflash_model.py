@@ -91,9 +91,9 @@ class DFlashModel(HiddenStateDraft):
             cache.update(keys, values, number)
 
     def block_masks(self, length: Tensor, extent: int) -> dict[str, Tensor]:
-        """The additive mask of a block, by layer type.
+        """Additive masks [1, 1, block, extent] of a block, by layer type.
 
-        `length` int64 [1].
+        `length` int64 [1], the root's slot.
         """
         slots = torch.arange(extent, device=length.device)
         block_slots = (length + torch.arange(self.block.size, device=length.device))[:, None]
@@ -103,9 +103,9 @@ class DFlashModel(HiddenStateDraft):
             causal = layer_type in self.block.causal_layer_types
             visible = slots <= block_slots if causal else whole_block
             if layer_type == WINDOWED and self.window is not None:
-                if self.block.window_from_root:
+                if self.block.window_from_root:  # so many tokens before the root, and the block
                     visible = visible & (slots >= length - self.window)
-                else:
+                else:  # so many tokens up to each token, itself included
                     visible = visible & (slots > block_slots - self.window)
             masks[layer_type] = additive_mask(visible, self.dtype)[None, None]
         return masks

@@ -188,10 +188,10 @@ class EagleDrafter(HiddenStateDrafter):
 
 
 def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:
-    """The mask of committed tokens in `slots`: they see those before them that have a feature.
+    """The mask of committed tokens in `slots`: each sees the slots from 1 to its own.
 
-    No token is before the one in slot 0, so that one has none, and only it sees itself: a row that
-    saw nothing would attend to whatever the cache holds.
+    No token is before the one in slot 0, so that one has no feature, and the others do not see it.
+    It sees itself: a row that saw nothing would attend to whatever the cache holds.
     """
     all_slots, own_slots = torch.arange(extent, device=slots.device), slots[:, None]
     return additive_mask((own_slots.clamp(max=1) <= all_slots) & (all_slots <= own_slots), dtype)

@@ -220,7 +220,7 @@ class FusedAttention(nn.Module):
         heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
 
         def by_tensor_operations() -> tuple[Tensor, Tensor, Tensor]:
-            """What this method returns."""
+            """What `queries_keys_values` returns; queries and keys are rotated together."""
             sizes = (self.query_heads, self.key_heads)
             queries_and_keys, values = heads.split((sum(sizes), self.key_heads), 2)
             if self.q_norm is not None and self.k_norm is not None:

@@ -47,8 +47,8 @@ def module_metadata(model: Any, samples: Mapping[str, Tensor] | None = None) -> 
 def sampled_positions(count: int) -> Tensor:
     """int64: which of a parameter's `count` numbers are hashed; the first ones, then the others.
 
-    The others run from its first number to its last, in almost equal steps that are no multiple of
-    a row, so that they are in all columns.
+    The others run from its first number to its last in almost equal steps. A step is no multiple
+    of a row, so they are in many columns, unless the number of rows is a multiple of 127.
     """
     if count <= FIRST_NUMBERS:
         return torch.arange(count)

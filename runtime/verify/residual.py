@@ -39,7 +39,9 @@ class Residual:
     Neither is normalised. R stays in the units of the target's probabilities, so that it never
     changes for tokens that the draft's vocabulary lacks. `p`, `q` float [inner nodes, draft
     vocabulary]; `uncovered_mass` float [inner nodes]; `child_terms` float [branching, 5, inner
-    nodes]; `state` float [5, inner nodes]; `accept_probs` float [branching, inner nodes].
+    nodes]: p[s], q[s], 1 / D[s], and what the child's rejection adds to c and to e before division
+    by a / mass of R; `state` float [5, inner nodes]: c, e, a, a / mass of R, and a kernel's count;
+    `accept_probs` float [branching, inner nodes].
     """
 
     p: Tensor
@@ -61,14 +63,17 @@ class Residual:
         *,
         removes_rejected: bool,
     ) -> Residual:
-        """The state before any rejection: R = p, D = q, a = 1.
+        """The state before any rejection: R = p, D = q, c = e = 0, a = 1.
 
-        The rejection of a child that is looked up removes its token from R and changes nothing
-        else. So `p` lacks that token from the start, and the child's own p is among `child_terms`.
+        `drawn` int64 [drafted parents, branching]; `looked_up` int64 [size]: the token of each
+        node's first child if that is looked up, else -1. The rejection of such a child removes its
+        token from R and changes nothing else. So `p` lacks that token from the start, and the
+        child's own p is among `child_terms`.
         """
         all_probs = probs = target_probs(order.nodes)
-        if looked_up is not None:
-            probs = _without_tokens(all_probs, looked_up[order.nodes])
+        tokens = None if looked_up is None else looked_up[order.nodes]
+        if tokens is not None:
+            probs = _without_tokens(all_probs, tokens)
         q = draft_probs.index_select(0, order.draft_rows)
         children = drawn.index_select(0, order.draft_rows)
         p = probs if d2t is None else probs.index_select(1, d2t)
@@ -78,9 +83,9 @@ class Residual:
         else:
             uncovered_mass = (probs.sum(-1) - mass).clamp_(min=0)
         has_drawn_child = order.has_child
-        if looked_up is not None:
+        if tokens is not None:
             has_drawn_child = has_drawn_child.clone()
-            has_drawn_child[:, 0] &= looked_up[order.nodes] < 0
+            has_drawn_child[:, 0] &= tokens < 0
             # the place of a child that is looked up has no draw: another child's takes it
             children[:, 0] = torch.where(
                 has_drawn_child[:, 0], children[:, 0], children[:, min(1, children.shape[1] - 1)]
@@ -93,8 +98,8 @@ class Residual:
         is_exhausted = masses <= 0
         ranks = torch.arange(children.shape[1], device=q.device, dtype=q.dtype)
         num_undrawn = (q.shape[1] - ranks).expand_as(masses)
-        if looked_up is not None:
-            num_undrawn = num_undrawn + _not_in_draft(looked_up[order.nodes], d2t)[:, None]
+        if tokens is not None:  # `ranks` counts it as drawn, but the draft may lack it
+            num_undrawn = num_undrawn + _not_in_draft(tokens, d2t)[:, None]
         inverse_d = torch.where(q_at_children > 0, masses / _positive(q_at_children), 0.0)
         inverse_d = torch.where(is_exhausted, num_undrawn, inverse_d)
         q_factor = torch.where(is_exhausted, 0.0, 1 / _positive(masses))
@@ -103,14 +108,11 @@ class Residual:
         child_terms = torch.stack(terms).permute(2, 0, 1).contiguous()
         zeros, ones = torch.zeros_like(mass), torch.ones_like(mass)
         total_mass = mass + uncovered_mass
-        if looked_up is not None:
-            tokens = looked_up[order.nodes]
+        if tokens is not None:
             p_looked_up = all_probs.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-            # p[s], q[s], 1 / D[s], and the coefficients of D on all other tokens
             looked_up_terms = torch.stack([p_looked_up, zeros, ones, zeros, zeros])
             child_terms[0] = torch.where(tokens >= 0, looked_up_terms, child_terms[0])
             total_mass = total_mass + torch.where(tokens >= 0, p_looked_up, 0.0)
-        # the last row counts the programs of a kernel that have ended
         state = torch.stack([zeros, zeros, ones, 1 / _positive(total_mass), zeros])
         accept_probs = torch.zeros_like(child_terms[:, 0])
         return cls(p, q, uncovered_mass, child_terms, state, accept_probs)

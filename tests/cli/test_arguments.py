@@ -79,8 +79,9 @@ def test_inputs_of_the_model_in_a_dictionary(decoder, inputs, message):
 
 def test_what_makes_no_difference_is_taken(decoder):
     expected = decoder.generate(IDS, 4).sequences
-    inputs = {"position_ids": torch.arange(4)[None], "labels": IDS, "offset_mapping": [(0, 1)]}
-    assert decoder.generate({"input_ids": IDS} | inputs, 4).sequences.equal(expected)
+    for positions in (torch.arange(4), torch.arange(4)[None]):
+        inputs = {"position_ids": positions, "labels": IDS, "offset_mapping": [(0, 1)]}
+        assert decoder.generate({"input_ids": IDS} | inputs, 4).sequences.equal(expected)
     target = tiny("Llama")  # takes no token types, but tokenizers return zeros for it
     typed = SequoiaDecoder(target, resembling(target), TREE)
     with_zeros = {"input_ids": IDS, "token_type_ids": torch.zeros_like(IDS)}

@@ -93,7 +93,10 @@ def pooled_rates(trials: Floats, accepted: Floats) -> Floats:
 
 
 def _first_pooled_level(trials: Floats) -> int:
-    """The first of the levels that have one vector together; their number if none have."""
+    """The first of the levels that `pooled_rates` takes together; `len(trials)` if none are.
+
+    It is the first sparse level, or one above it where all from there on have too few trials.
+    """
     is_sparse = trials < MIN_TRIALS
     if not is_sparse.any():
         return len(trials)

@@ -73,14 +73,15 @@ def trees_by_match(
 def _fastest_on_recorded_texts(
     recording: Recording, base: DecodedAgain
 ) -> tuple[DecodedAgain, float]:
-    """The fastest trees by match, with the shares that the recorded texts give for themselves.
+    """The trees by match that decode the recorded texts fastest, and a bound on the speed.
 
-    Shares, catching up and the looked-up tokens that steps come upon depend on the trees, so the
-    recorded texts decide whether new trees are faster. A tenth of the usual work is enough until
-    none are.
+    Shares of classes, catching up and the looked-up tokens that steps come upon depend on the
+    trees. So each round solves with what the best trees led to, and the recorded texts decide
+    whether the new trees are faster. The bound holds for what the returned trees led to.
     """
     best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
+        # the texts decide, so a tenth of the usual work is enough here
         decoded = recording.decode(_solve_beside(best, MAX_WORK // 10).trees)
         trees_so_far |= set(decoded.trees)
         if decoded.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):

@@ -71,9 +71,10 @@ def cost_curve(costs, resource):
 
 @numba.njit(cache=True)
 def max_profit(costs, resource, price, rate, low, high):
-    """Return the largest profit price * n - rate * cost[n] over low <= n <= high, and its n.
+    """Return the largest price * n - rate * cost[n] over low <= n <= high, and its n.
 
-    Between two stair ends the cost is a straight line, so only the ends of lines are tried.
+    n is the use of the resource; `price` is in tokens for each unit of use, and `rate` in tokens a
+    second. Between two stair ends the cost is a straight line, so only the ends of lines are tried.
     """
     cost, stair_ends = cost_curve(costs, resource)
     profit, best_n = price * low - rate * cost[low], low

@@ -30,7 +30,7 @@ def load_packed(
     config, empty = files.config, empty_module(files.config)
     if reason := why_not(config, empty):
         return None, reason
-    if files.source is None or not _is_plain(files, empty):
+    if files.source is None or not _has_own_tensors(files, empty):
         try:  # transformers knows how to read it
             return PackedModule(files.module(dtype), bits), ""
         except ValueError as unknown:
@@ -49,7 +49,7 @@ def offload_packed(
 ) -> Any:
     """A target that is streamed from its packed file; None if it cannot be."""
     empty = empty_module(files.config)
-    if why_not(files.config, empty) or files.source is None or not _is_plain(files, empty):
+    if why_not(files.config, empty) or files.source is None or not _has_own_tensors(files, empty):
         return None
     try:
         file = _file_of(files, dtype, keeps_bits, None, on_bytes)
@@ -68,10 +68,10 @@ def _file_of(
     return packed_file(Path(files.name).stem, files.source, storage, on_bytes)
 
 
-def _is_plain(files: ModelFiles, empty: Any) -> bool:
-    """Has the source the tensors of the model, by their names?
+def _has_own_tensors(files: ModelFiles, empty: Any) -> bool:
+    """Do the files have exactly the model's tensors, by name and shape?
 
-    A GGUF file must have them; of a folder that has others, transformers may make sense.
+    If not, transformers may still read a folder; for a GGUF file, SequoiaPlanError is raised.
     """
     try:
         check_tensors(files, empty)

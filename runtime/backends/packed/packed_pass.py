@@ -202,7 +202,10 @@ class PackedPass:
         self, cache: Any, workers: int, kept: int, layers: Sequence[int], vocabulary: int,
         **others: Any,
     ) -> Reader:  # fmt: skip
-        """What a pass reads, and memory for what it computes of so many rows to keep."""
+        """What passes read, with memory for logits of `kept` rows and for hidden states.
+
+        `layers`: see `Reader`; `others`: its other fields, those of `new_scratch` among them.
+        """
         self.reserve_rotary(cache.capacity)
         return Reader(
             model=self.model, rotary=self.rotary, keys=cache.keys, values=cache.values,

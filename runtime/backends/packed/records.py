@@ -39,7 +39,11 @@ class RecordType(types.Type):
 
 
 class Record:
-    """Contiguous arrays, numbers and other records by name; entries of the arrays may change."""
+    """Contiguous arrays, numbers and other records by name; entries of the arrays may change.
+
+    `words` has of each field an array's address and shape, a number's bits, or a record's address.
+    Fields keep the memory alive, so an array must be given as one, not as a list.
+    """
 
     def __init__(self, **fields: Any) -> None:
         kinds, words = dict[str, Any](), list[int]()
@@ -51,8 +55,8 @@ class Record:
             array = np.asarray(value)
             assert array.flags.c_contiguous, name
             kinds[name] = kind_of(array.dtype, array.ndim), len(words)
-            bits = array.ctypes.data if array.ndim else array.view(f"i{array.itemsize}")
-            words += [int(bits), *array.shape]
+            word = array.ctypes.data if array.ndim else array.view(f"i{array.itemsize}")
+            words += [int(word), *array.shape]
         self.fields, self.words = fields, np.array(words, np.int64)
         self.address: int = self.words.ctypes.data
         self._numba_type_: Any = RecordType(type(self).__name__, kinds)

@@ -85,11 +85,15 @@ def accept_prob(step, tree, node, child):
 
 @compiled
 def residual(step, tree, node):
-    """Put R = max(p - c w - e, 0) into the memory for it; returns its mass by blocks."""
+    """Put R = max(p - c w - e, 0) into `step.memory[0]`, and return its sums by blocks.
+
+    w are the draft's weights of tokens: its probabilities, not normalised.
+    """
     p, rest, row, state = step.probs[node], step.memory[0], tree.rows[node], step.residuals[node]
     copy(p, rest)
     num_drafted = tree.passes[-1, 0] + tree.passes[-1, 1] if tree.passes.shape[0] else 0
-    if tree.num_children[node] and row < num_drafted:  # others have no child but a looked-up one
+    # an inner node after the drafted ones has only a looked-up child: R is p
+    if tree.num_children[node] and row < num_drafted:
         weights, c, e = step.draft.logits[row], np.float32(state[C]), np.float32(state[E])
         if step.d2t.size:
             for own in range(step.d2t.size):

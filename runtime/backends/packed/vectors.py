@@ -186,12 +186,12 @@ def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]
             numbers = [constant.literal_value for constant in constants]
 
             def codegen(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
+                inputs = values[:num_values]
                 if not counts:
-                    emit(Emitter(builder), *values[:num_values], *numbers)
-                *addresses, count = values[:num_values]
+                    emit(Emitter(builder), *inputs, *numbers)
                 for number in range(1, counts + 1):
-                    with builder.if_then(builder.icmp_unsigned("==", count, LONG(number))):
-                        emit(Emitter(builder), *addresses, *numbers, number)
+                    with builder.if_then(builder.icmp_unsigned("==", inputs[-1], LONG(number))):
+                        emit(Emitter(builder), *inputs[:-1], *numbers, number)
                 return context.get_dummy_value()
 
             return types.void(*[types.int64] * num_values, *constants), codegen
