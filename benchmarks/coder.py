@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pages import with_tables
+from pages import refill
 from reports import spread, write_report
 from results import RESULTS, ROOT
 
 from sequoia_plan.artifacts import TokenTree, load_tree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.artifacts.prompts import Prompt, by_kind, load
 from sequoia_plan.engines.llama_server import Server, find_build
@@ -171,8 +170,7 @@ def main() -> None:
         "methods": {kind or "all": figures(runs, prompts, kind) for kind in kinds},
     }
     write_report(options.output, reports)
-    if options.output.resolve().parent == RESULTS:
-        write_atomically(PAGE, with_tables(PAGE.read_text(), RESULTS).encode())
+    refill(PAGE, options.output)
     journal.unlink(missing_ok=True)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from sequoia_plan.artifacts import BenchResult
 from sequoia_plan.artifacts.bench_result import MethodResult
+from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.planner.report.bench_table import cells
 
 TABLE = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)
@@ -31,6 +32,13 @@ def with_tables(text: str, results: Path) -> str:
         return f"<!-- table {match[1]} -->\n{rows}\n<!-- end -->"
 
     return TABLE.sub(filled, text)
+
+
+def refill(page: Path, output: Path) -> None:
+    """Write a page's tables again if the output is one of the files that pages show."""
+    results = page.parents[1] / "benchmarks" / "results"
+    if output.resolve().parent == results:
+        write_atomically(page, with_tables(page.read_text(), results).encode())
 
 
 def read(results: Path, name: str) -> Any:

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import with_tables
+from pages import refill
 from reports import new_parser, spread, write_report
-from results import RESULTS, ROOT
+from results import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.captured_step import CapturedStep
@@ -94,8 +93,7 @@ def main() -> None:
                 setting[f"T = {temperature}"] = times
                 print(vocabulary, threads, name, temperature, json.dumps(times), flush=True)
     write_report(options.output, {"processor": processor_name(), "figures": figures})
-    if options.output.resolve().parent == RESULTS:
-        write_atomically(PAGE, with_tables(PAGE.read_text(), RESULTS).encode())
+    refill(PAGE, options.output)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from sequoia_plan.planner.cli.options import (
     sampling_options,
     tree_option,
 )
-from sequoia_plan.planner.cli.pair import load_pair, warn, warn_if_foreign
-from sequoia_plan.planner.cli.terminal import print_json, printable, progress
+from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
+from sequoia_plan.planner.cli.terminal import print_json, printable, progress, warn
 
 DEFAULT_TREE, CATALOG_TREE = "tree.safetensors", "smollm2-135m-epyc-2-cores-t0"
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
@@ -210,9 +210,8 @@ def bench(
     from sequoia_plan.runtime.pair import DEFAULT_DRAFT, INT8, LANGUAGE_MODEL, NO_DRAFT
 
     check_outputs(output, report, tree_file, prompts)
-    journal = None
-    if output:
-        journal = click.get_current_context().with_resource(exclusive(output))
+    context = click.get_current_context()
+    journal = context.with_resource(exclusive(output)) if output else None
     check_names(only)
     all_prompts = load(prompts or BUILT_IN)
     tree = load_tree(tree_file)

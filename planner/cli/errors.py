@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from sequoia_plan.planner.cli.terminal import prepare_streams, printable
+from sequoia_plan.planner.cli.terminal import prepare_streams, printable, warn
 
 EXTRAS = {
     "torch": "runtime",
@@ -36,7 +36,7 @@ class CommandGroup(click.Group):
         try:
             try:
                 with warnings.catch_warnings():
-                    warnings.showwarning = lambda message, *_, **__: _warn(message)
+                    warnings.showwarning = lambda message, *_: warn(message)
                     return super().main(*args, **options)
             finally:
                 sys.stdout.flush()  # the last output may fail only when it leaves the buffer
@@ -58,11 +58,6 @@ class CommandGroup(click.Group):
         except Exception as error:
             click.echo(f"Error: {printable(_text(error, ctx))}", err=True)
             ctx.exit(getattr(error, "exit_code", 1))
-
-
-def _warn(message: Warning | str) -> None:
-    """Print a warning on stderr as the other messages are, without the code that gave it."""
-    click.echo(f"Warning: {printable(str(message))}", err=True)
 
 
 def _text(error: Exception, ctx: click.Context) -> str:

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from sequoia_plan.planner.cli.terminal import status
+from sequoia_plan.planner.cli.terminal import status, warn
 
 if TYPE_CHECKING:
     from sequoia_plan.artifacts import Plan
@@ -111,8 +109,3 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
         current = fingerprint(pair.target.device)
         for difference in differences(plan.hardware, current, TIME_KEYS):
             warn(f"the tree was solved for another machine ({difference}); {NOT_PREDICTED}")
-
-
-def warn(message: str) -> None:
-    """Print a warning on stderr."""
-    click.echo(f"Warning: {message}", err=True)

@@ -17,8 +17,8 @@ from sequoia_plan.planner.cli.options import (
     sampling_options,
     sizes_option,
 )
-from sequoia_plan.planner.cli.pair import load_pair, warn
-from sequoia_plan.planner.cli.terminal import print_json, progress
+from sequoia_plan.planner.cli.pair import load_pair
+from sequoia_plan.planner.cli.terminal import print_json, progress, warn
 
 if TYPE_CHECKING:
     from sequoia_plan.artifacts import Profile, TokenTree

@@ -42,6 +42,11 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def warn(message: Warning | str) -> None:
+    """Print a warning on stderr, without the code that gave it."""
+    click.echo(printable(f"Warning: {message}"), err=True)
+
+
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner on stderr; yield a function that sets its text.

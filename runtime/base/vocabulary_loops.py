@@ -249,10 +249,10 @@ def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
 @compiled
 def _is_among(token, tokens):
     """Is a token one of these?"""
-    found = False
+    is_among = False
     for other in tokens:
-        found |= other == token
-    return found
+        is_among |= other == token
+    return is_among
 
 
 @compiled

@@ -168,7 +168,7 @@ def divergence_and_rejection(
 
 def config_like(target: Any, num_layers: int) -> LlamaConfig:
     """A Llama's configuration with layers of the target's sizes, and a head of its own."""
-    known = LlamaConfig().to_dict()
-    settings = {k: v for k, v in target.config.to_dict().items() if k in known}
+    defaults = LlamaConfig().to_dict()
+    settings = {k: v for k, v in target.config.to_dict().items() if k in defaults}
     changes = {"num_hidden_layers": num_layers, "layer_types": None, "tie_word_embeddings": False}
-    return LlamaConfig(**settings | changes | {"model_type": known["model_type"]})
+    return LlamaConfig(**settings | changes | {"model_type": defaults["model_type"]})

@@ -83,9 +83,9 @@ class CompiledStep:
         )  # fmt: skip
         own = target.embedding
         if part:
-            own, layers, first_inputs = part.embedding, list[int](), 0
+            own, layers, first_inputs = part.embedding, (), 0
             if hasattr(part, "fc"):
-                layers, first_inputs = [*part.output_layers], round_up(2 * part.runner.width, UNIT)
+                layers, first_inputs = part.output_layers, round_up(2 * part.runner.width, UNIT)
                 own = part.embedding(target)
             drafting = new_reader(
                 part.runner, own, vocabulary, sequence.draft, workers, rows, contexts[-1],

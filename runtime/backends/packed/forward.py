@@ -12,8 +12,7 @@ from numba.extending import intrinsic
 
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
-from sequoia_plan.runtime.backends.packed.records import Record
-from sequoia_plan.runtime.backends.packed.records import compiled as compiled
+from sequoia_plan.runtime.backends.packed.records import Record, compiled
 from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG
 from sequoia_plan.runtime.base.vocabulary_loops import largest_of
 

@@ -19,10 +19,10 @@ from sequoia_plan.runtime.backends.packed.forward import (
     UNIT,
     Model,
     Reader,
-    compiled,
     copy,
     forward,
 )
+from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros
 from sequoia_plan.runtime.backends.packed.vectors import LANES
 from sequoia_plan.runtime.base.cache import TreeCache, round_up

@@ -6,7 +6,6 @@ import numpy as np
 
 from sequoia_plan.runtime.backends.packed.forward import (
     FIRST,
-    compiled,
     copy,
     encode,
     forward,
@@ -15,6 +14,7 @@ from sequoia_plan.runtime.backends.packed.forward import (
     wait,
 )
 from sequoia_plan.runtime.backends.packed.packed_pass import move_slots
+from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.step_draft import draft, embed, place_nodes
 from sequoia_plan.runtime.backends.packed.step_memory import (
     DRAFT,

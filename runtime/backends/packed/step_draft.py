@@ -6,12 +6,12 @@ import numpy as np
 
 from sequoia_plan.runtime.backends.packed.forward import (
     FIRST,
-    compiled,
     copy,
     forward,
     normalise,
     wait,
 )
+from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.step_memory import (
     are_finite,
     largest_in,
@@ -47,7 +47,7 @@ def place_committed(step, reader, count, hides_first):
         if hides_first:
             see(reader, row, min(read, 1), read + 1)
         else:
-            see(reader, row, 0, max(slot + 1, 0))
+            see(reader, row, 0, slot + 1)
 
 
 @compiled

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sequoia_plan.runtime.backends.packed.forward import FIRST, compiled, copy
+from sequoia_plan.runtime.backends.packed.forward import FIRST, copy
+from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.step_memory import (
     PROB,
     SCALE,
