@@ -39,7 +39,7 @@ def prediction_for(
     applies = (is_same_acceptance and is_same_sampling) or tree.size == 1
     if not plan.acceptance or not applies:
         return Prediction()
-    times = StepTime.from_measured(plan, looks_up=bool(plan.by_match))
+    times = StepTime.from_measured(plan, looks_up=bool(tree.by_match))
     if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
         figures = predict(tree, plan.acceptance, times)
         return Prediction(figures["expected_tokens"], figures.get("predicted_speedup"))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any
 
+from msgspec import Meta
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts.acceptance import Acceptance
@@ -47,9 +48,10 @@ class Profile(YamlArtifact, frozen=True):
         "what acceptance was measured under: `temperature`, `top_p`, `verifier` and others",
     ] = {}
     models: Annotated[
-        dict[str, Any],
+        dict[str, Metadata],
         "`target` and `draft`, each with `name`, `digest`, `content`, `dtype`, `parameters`, "
-        "`placement`, `weights`, `fused_layers`; a target with `recurrent_layers` takes chains",
+        "`placement`, `weights`, `fused_layers`; a draft's `vocabulary` if it is cut; a target "
+        "with `recurrent_layers` takes chains",
     ] = {}
     hardware: Annotated[
         Metadata,
@@ -63,7 +65,7 @@ class Profile(YamlArtifact, frozen=True):
         LANGUAGE_MODEL
     )
     prompts: Annotated[
-        dict[PromptKind, tuple[ClassCounts, ...]],
+        dict[PromptKind, Annotated[tuple[ClassCounts, ...], Meta(min_length=1)]],
         "the counts of `acceptance` prompt by prompt, all levels together, by kind (`all` where "
         "prompts name none): the differences between prompts and kinds set the intervals",
     ] = {}
@@ -73,7 +75,13 @@ class Profile(YamlArtifact, frozen=True):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse prompts that are not parts of the counts."""
+        """Refuse prompts that are not parts of the counts, and contexts that do not ascend."""
+        contexts = [part.context for part in (self.latency, *self.longer) if part]
+        if self.longer and (not self.latency or [*sorted({0, *contexts})] != [0, *contexts]):
+            raise SequoiaPlanError(
+                f"longer: found the contexts {contexts}, expected each longer than the one before, "
+                "the first that of `latency`"
+            )
         counts, prompts = self.acceptance.counts, list(chain.from_iterable(self.prompts.values()))
         if prompts and counts:
             has_one_length = {len(part.counts) for part in prompts} == {counts.accepted.shape[2]}

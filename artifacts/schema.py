@@ -80,10 +80,10 @@ class YamlArtifact(Artifact, frozen=True):
 
     def to_yaml(self) -> str:
         """The file's text."""
-        import yaml  # here, because the runtime never needs it
+        from sequoia_plan.artifacts import yaml_text  # here, because the runtime never needs it
 
         document = {"format": self.FORMAT, "version": VERSION, **self.to_dict()}
-        return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
+        return yaml_text.dump(document)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

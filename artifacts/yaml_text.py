@@ -43,12 +43,22 @@ class Loader(yaml.SafeLoader):
         return int(text) if text.lstrip("+-").isdigit() else float(text)
 
 
+class Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes texts that are numbers here, as a digest 12e4."""
+
+
 Loader.yaml_implicit_resolvers = {
     first: [resolver for resolver in resolvers if resolver[0] in OTHER_TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver(NUMBER_TAG, NUMBER, list("-+.0123456789"))
+for side in (Loader, Dumper):
+    side.add_implicit_resolver(NUMBER_TAG, NUMBER, list("-+.0123456789"))
 Loader.add_constructor(NUMBER_TAG, Loader.construct_number)
+
+
+def dump(document: Any) -> str:
+    """A document as YAML text."""
+    return yaml.dump(document, None, Dumper, sort_keys=False, default_flow_style=None, width=100)
 
 
 def load(data: bytes, name: str, expected: str) -> Any:

@@ -17,7 +17,8 @@ from sequoia_plan.runtime.models.layer_operations import silu_mul
 TIME_KEYS = ("device", "processor", "threads", "gpu", "torch")
 """Keys of a fingerprint that change step times."""
 MODEL_KEYS = (
-    *("dtype", "placement", "weights", "resident_layers", "fused_layers", "content", "digest"),
+    *("dtype", "placement", "weights", "vocabulary", "resident_layers", "fused_layers", "content"),
+    "digest",
 )
 """Keys of a model's metadata that change acceptance or step times."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sequoia_plan.artifacts import (
+    ArgumentError,
     Latency,
     SequoiaPlanError,
     StreamCost,
@@ -47,6 +48,11 @@ class LatencyMeter:
     ) -> None:
         self.sampling, self.on_size = sampling, on_size
         self.step = CapturedStep.of(pair.target, pair.draft, TokenTree.chain(2))
+        if context >= self.step.target.context:
+            raise ArgumentError(
+                f"context: found {context}, expected less than the model's, "
+                f"{self.step.target.context}"
+            )
         self.prompt = text_prompt(pair, context, texts)
         assert self.step.drafter is not None
         if self.step.models.max_children == 1:

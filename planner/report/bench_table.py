@@ -20,7 +20,7 @@ def finding(result: BenchResult) -> str:
     """
     tree, methods, speedups = result.tree, result.methods, speedups_over_plain(result)
     ours = [name for name in TREE_METHODS if name in speedups]
-    if tree.size == 1 or not ours:
+    if not ours:
         opening = f"The tree of {tree.size} nodes was not measured."
         if tree.size == 1:
             opening = "Recommended is plain decoding: the tree has one node: nothing is speculated."
@@ -34,9 +34,12 @@ def finding(result: BenchResult) -> str:
         opening = "Not the fastest is the" if is_beaten else "Recommended is the"
     elif speedup.interval_high < 1:
         opening = "Recommended is plain decoding, not the"
+    tested = f"tree of {tree.size} nodes and depth {tree.depth}"
+    if tree.size == 1:
+        tested = "portfolio, which looks up where the text repeats itself and drafts nothing"
     predicted = f"; predicted {_promise_text(prediction)}" if prediction.speedup else ""
     return (
-        f"{opening} tree of {tree.size} nodes and depth {tree.depth}, verified with {best}: "
+        f"{opening} {tested}, verified with {best}: "
         f"{speedup.median:.2f} times the speed of plain decoding at {sampling_text(result)} "
         f"(95 % interval {_ends(speedup)}{predicted})."
         + _missed_prediction(speedup, prediction)
@@ -103,7 +106,7 @@ def sampling_text(result: BenchResult) -> str:
 def settings_text(result: BenchResult) -> str:
     """The settings of a run, without the models' names and the machine."""
     settings, tree = result.settings, result.tree
-    shape = f"tree of {tree.size} nodes, depth {tree.depth}" if tree.size > 1 else "no tree"
+    shape = f"tree of {tree.size} nodes, depth {tree.depth}" if tree.size > 1 else "no drafted tree"
     prompts = f"{settings.prompts} held-out prompts, {settings.tokens} new tokens each"
     return f"{sampling_text(result)}; {settings.dtype}; {prompts}; {shape}"
 

@@ -93,11 +93,11 @@ def solve(
     else:
         profile = profile if draft else profile.without_draft()
         origin = provenance(profile)
-    if takes_chains_only(profile.models):
-        branching, budget = 1, min(budget, depth)
     objective = _checked_objective(objective, profile)
-    check_limits(budget, depth, branching)
     drafted_depth = min(depth, profile.drafting.max_depth or depth)  # what the draft can make
+    if takes_chains_only(profile.models):
+        branching, budget = 1, min(budget, drafted_depth if objective == "tokens" else depth)
+    check_limits(budget, depth, branching)
     problem = Problem(profile.acceptance.at_depth(drafted_depth, branching), budget)
     origin |= {"budget": budget, "depth": drafted_depth, "branching": branching}
     measured = profile  # as a name whose type does not change
@@ -122,7 +122,7 @@ def solve(
         else:
             tree, figures = _fastest_tree(measured, timed)
         # lookup takes more time than it saves; without a draft, nothing else proposes tokens
-        if recording and draft and figures["predicted_speedup"] < 1:
+        if recording and draft and figures["predicted_speedup"] < max(1, figures["tree_speedup"]):
             tree, figures = _fastest_tree(measured, timed)
         latency = latency and latency.without_spread()
         solver = pick_solver(problem).NAME if objective == "tokens" else "branch and bound"

@@ -38,6 +38,19 @@ def test_profile_round_trip_any_numbers(acceptance, curve):
     assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
 
 
+@pytest.mark.parametrize("digest", ["1234567e90123456", "12345678901234e2", "0987654321098765"])
+def test_texts_that_look_like_numbers_stay_texts(digest):
+    profile = replace(PROFILE, models={"target": {"name": "1e5", "digest": digest}})
+    assert Profile.from_bytes(profile.to_yaml().encode(), "p") == profile
+
+
+@pytest.mark.parametrize("contexts", [(0, 4096), (4096, 256), (256, 256), (128, 1024, 512)])
+def test_longer_contexts_ascend(contexts):
+    first, *longer = (Latency({1: 0.5}, {1: 0.1}, 0.0, context) for context in contexts)
+    with pytest.raises(SequoiaPlanError, match="longer: found the contexts"):
+        replace(PROFILE, latency=first, longer=tuple(longer))
+
+
 def test_profile_hash_is_of_the_content():
     """Comments and layout do not change it; every number does."""
     for context, is_same in (("  128", True), (" 129", False)):

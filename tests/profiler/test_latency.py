@@ -71,6 +71,11 @@ def set_clock(monkeypatch, seconds_of):
     return runs
 
 
+def test_a_context_beyond_the_models(pair):
+    with pytest.raises(SequoiaPlanError, match="context: found 1000000, expected less than"):
+        LatencyMeter(pair, WARM, 1000000)
+
+
 def test_every_size_with_quartiles(meter, monkeypatch):
     per_node = {"target": 0.001, "draft": 0.0001, "overhead": 0.00002}
     set_clock(monkeypatch, lambda part, n: per_node[part] * (1 if part == "overhead" else n))

@@ -148,6 +148,7 @@ def fastest_looked_up_tree(problem: SpeedProblem, start: FastestTree) -> Fastest
     bound = best.speed
     for quick_bound, folded, part in sorted(candidates, key=lambda item: -item[0]):
         if quick_bound <= best.speed:
+            bound = max(bound, best.speed)  # of a tree of fewer passes, whose search is left out
             break
         best, searched_bound = search(part, best, partial(_evaluate_unfolded, problem, folded))
         bound = max(bound, min(searched_bound, quick_bound))

@@ -10,6 +10,8 @@ probability of a drafted child in a class is that of the class times what the ki
 all prompts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -94,6 +96,13 @@ class Recording:
     def times(self) -> StepTime:
         """The step times of all problems."""
         return self.problems[0].drafted.times
+
+    def without_lookup(self) -> Recording:
+        """The same for steps that do not look for the match, with trees that are drafted."""
+        times = replace(self.times, looks_up=False)
+        drafted = [replace(problem.drafted, times=times) for problem in self.problems]
+        problems = [replace(p, drafted=d) for p, d in zip(self.problems, drafted, strict=True)]
+        return Recording(self.texts, problems)
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
         """Decode the recorded texts again with the tree of each class of match."""
