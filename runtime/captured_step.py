@@ -143,7 +143,7 @@ class CapturedStep(TreeStep):
         if step is None or not step.follows(sampling):
             return None
         if self.compiled_tree is None:
-            draws = [p.max_children + (p.looked_up is not None) for p in self.passes]
+            draws = [p.num_draws for p in self.passes]
             rows = [p.input_slots.numel() for p in self.passes]
             if self.drafter:
                 draws = [min(count, self.drafter.vocabulary) for count in draws]
@@ -154,6 +154,7 @@ class CapturedStep(TreeStep):
         """The output of a step whose root was in slot `length`, once its numbers are there."""
         count, *numbers = read_numbers()
         if count < 0:
+            self.sequence.forget()  # attention multiplies what it hides by 0, but 0 * nan is nan
             model = "target" if count == TARGET_NOT_FINITE else "draft"
             raise SequoiaPlanError(
                 f"{model}: logits that are not finite after token {length + 1}; the weights are "
@@ -238,8 +239,8 @@ def catch_up(
     is_needed = drafts and sequence.num_unread > drafter.num_read_again(tree)
     is_full = sequence.num_unread + tree.depth > CATCH_UP_TOKENS
     if sequence.num_unread and (is_needed or is_full):
-        # a power of two, so that passes have few shapes; slot 0 is never unread
-        count = min(1 << (sequence.num_unread - 1).bit_length(), length - 1)
+        # a power of two, so that passes have few shapes
+        count = min(1 << (sequence.num_unread - 1).bit_length(), length)
         if count > 0:
             slots = torch.arange(length - count, length, device=sequence.tokens.device)
             drafter.catch_up(sequence, slots, extent)

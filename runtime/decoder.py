@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import FIRST_BALANCE, State
 from sequoia_plan.runtime.base.path_logits import PathLogits
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
@@ -96,6 +96,11 @@ class SequoiaDecoder:
 
     def _use(self, models: DecodingModels, tree: TokenTree) -> None:
         """Decode with `tree`, and with the trees that take its place in other states of a text."""
+        if any(t.looks_up for t in (tree, *tree.by_context.values())):
+            raise SequoiaPlanError(
+                "tree: its spine is looked up; expected a tree for texts without a match, with "
+                "this one in its `by_match`"
+            )
         trees = set(tree.all_trees)
         # a step that is launched before the last one was read cannot depend on that
         is_read_first = len(trees) > 1 or models.graphs is None

@@ -147,6 +147,8 @@ def load_pair(
             pair = replace(pair, remarks=(*pair.remarks, cost))
     if draft_vocabulary and isinstance(pair.draft, LoadedModel):
         pair.draft.cut_vocabulary(_tokens_of(draft_vocabulary, pair.target))
+        tokens = f"{pair.draft.vocabulary} tokens of {name_of(draft_vocabulary)}"
+        pair.metadata["draft"]["vocabulary"] = tokens
     pair.metadata["target"] = pair.target.metadata()
     if pair.draft is not None:
         pair.metadata["draft"] = pair.metadata.get("draft", {}) | pair.draft.metadata()

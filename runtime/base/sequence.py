@@ -82,10 +82,9 @@ class SequenceState:
         device, kept = self.tokens.device, self.num_read
         tokens, target, draft = self.tokens, self.target, self.draft
         self.target, self.draft = TreeCache(0, 0, device), TreeCache(0, 0, device)
-        self.num_read = 0
+        self.forget()
         if not kept:  # free the old memory before the new is allocated
-            tokens = self.tokens = tokens[:0]
-            target = draft = self.target
+            tokens, target, draft = self.tokens, self.target, self.target
         self.target = new_target_cache(capacity)
         if new_draft_cache:
             self.draft = new_draft_cache(capacity)
@@ -99,6 +98,10 @@ class SequenceState:
                 self.draft.take(draft, kept)
         self.num_read = kept
         self.version += 1
+
+    def forget(self) -> None:
+        """Let the next text have new memory: what there is may be incomplete or not finite."""
+        self.tokens, self.num_read = self.tokens[:0], 0
 
     @torch.inference_mode(False)
     def reserve_rows(

@@ -165,10 +165,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise SequoiaPlanError(
             f"{folder}: no weights found, expected model.safetensors or pytorch_model.bin"
         )
-    for name in [name for name in tensors if name.endswith(".weight_scale")]:
-        scales, integers = tensors.pop(name).float(), name.removesuffix("_scale")
-        groups = tensors[integers].float().unflatten(1, (scales.shape[1], -1))
-        tensors[integers] = (groups * scales[..., None]).flatten(1)
+    with errors_of(folder, "its scales do not fit its weights: "):
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            scales, integers = tensors.pop(name).float(), name.removesuffix("_scale")
+            groups = tensors[integers].float().unflatten(1, (scales.shape[1], -1))
+            tensors[integers] = (groups * scales[..., None]).flatten(1)
     return tensors
 
 

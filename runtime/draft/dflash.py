@@ -58,7 +58,13 @@ class DFlashDrafter(HiddenStateDrafter):
         nothing = tensors.nodes[:0]
         levels = torch.arange(self.model.block.levels, device=nothing.device)
         draft_pass = self.block_pass(
-            tensors, levels, num_parents=1, max_children=1, draw_index=nothing, new_nodes=nothing
+            tensors,
+            levels,
+            num_parents=1,
+            max_children=1,
+            num_draws=1,
+            draw_index=nothing,
+            new_nodes=nothing,
         )
         return draft_pass, None
 

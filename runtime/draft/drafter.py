@@ -26,8 +26,9 @@ class DraftPass:
 
     `input_slots` int64 [width]; `offsets` int64 [width]; `mask` [width, size + 2]; `draw_index`
     int64 [new nodes]; `new_nodes` int64 [new nodes]; `parents` the nodes that the rows of logits
-    belong to; `parent_rows` int64 [width]; `logit_rows` int64 [num_parents]; `looked_up` int64 [2,
-    nodes], their parents' rows and the nodes.
+    belong to; `num_draws` for each, if the draft has so many tokens; `parent_rows` int64 [width];
+    `logit_rows` int64 [num_parents]; `looked_up` int64 [2, nodes], their parents' rows and the
+    nodes.
     """
 
     input_slots: Tensor
@@ -35,6 +36,7 @@ class DraftPass:
     mask: Tensor
     num_parents: int
     max_children: int
+    num_draws: int
     draw_index: Tensor
     new_nodes: Tensor
     parents: tuple[int, ...] = ()
@@ -107,6 +109,7 @@ class Drafter(Protocol):
             mask=tensors.mask,
             num_parents=nodes.numel(),
             max_children=1,
+            num_draws=1,
             draw_index=nodes,
             new_nodes=nodes + nodes.numel(),
             parent_rows=torch.zeros_like(nodes),
@@ -261,12 +264,15 @@ def children_to_draw(
     """
     nodes = np.flatnonzero(np.isin(tree.parents, parents))
     rows = np.searchsorted(parents, tree.parents[nodes])
-    ranks = tree.ranks[nodes] - 1
+    ranks, num_draws = tree.ranks[nodes] - 1, 0
     looked_up: Tensor | None = None
     if tree.looks_up:
         is_on_spine = tree.classes[nodes] == 0  # a first child, which is not drawn
         if is_on_spine.any():
             looked_up = torch.as_tensor(np.stack([rows, nodes])[:, is_on_spine], device=device)
+        # One draw more than needed: where the draft leaves too few tokens, the one that is looked
+        # up may be among the draws.
+        num_draws = int(ranks[tree.classes[tree.parents[nodes]] == 0].max(initial=-1)) + 1
         ranks = ranks - (tree.classes[tree.parents[nodes]] == 0)  # its siblings begin with rank 0
         nodes, rows, ranks = nodes[~is_on_spine], rows[~is_on_spine], ranks[~is_on_spine]
     max_children = int(ranks.max(initial=-1)) + 1
@@ -274,6 +280,7 @@ def children_to_draw(
         "num_parents": len(parents),
         "parents": tuple(parents.tolist()),
         "max_children": max_children,
+        "num_draws": max(num_draws, max_children),
         "draw_index": torch.as_tensor(rows * max_children + ranks, device=device),
         "new_nodes": torch.as_tensor(nodes, device=device),
         "looked_up": looked_up,
@@ -353,12 +360,11 @@ def draw_children(
         is_looked_up = torch.zeros_like(logits, dtype=torch.bool)
         is_looked_up[rows] = tokens == own_tokens
         logits = logits.masked_fill(is_looked_up, -torch.inf)
-        # One draw more than needed: where the draft leaves too few tokens, the one that is looked
-        # up may be among the draws, and goes to the end.
-        num_draws = min(count + 1, drafter.vocabulary)
+        num_draws = min(draft_pass.num_draws, drafter.vocabulary)
         probs, drawn = sampling.draw_children(logits, num_draws, bits)
         # a row that had that token alone is NaN now: its draws are uniform, as of probabilities 0
         probs = probs.nan_to_num(0.0)
+        # the looked-up token goes to the end
         order = is_looked_up.gather(1, drawn).byte().argsort(dim=1, stable=True)
         drawn = drawn.gather(1, order)[:, :count]
     children = drawn.flatten()[draft_pass.draw_index]

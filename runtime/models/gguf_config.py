@@ -75,6 +75,8 @@ def read_config(file: GgufFile) -> Any:
     SequoiaPlanError for what has no place in it.
     """
     metadata = file.settings
+    if "rope.scaling.factor" in metadata:
+        metadata = {"rope.scaling.type": "linear"} | metadata  # llama.cpp's default
     if loads := CONFIGS.get(file.architecture):
         config = _llama_like_config(loads, file, metadata)
     else:
@@ -96,6 +98,8 @@ def read_config(file: GgufFile) -> Any:
             f"{type(config).__name__} has no setting for; its logits would be wrong: use the model "
             "as a folder or a hub ID"
         )
+    if rope.get("rope_type") == "linear":
+        rope.setdefault("factor", 1.0)
     if config.num_hidden_layers > len(file.tensors):
         raise SequoiaPlanError(
             f"{file.path}: {file.architecture}.block_count is {config.num_hidden_layers}, the file "

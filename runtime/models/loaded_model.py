@@ -253,9 +253,11 @@ class LoadedModel:
         )
 
     def cut_vocabulary(self, d2t: Tensor) -> None:
-        """As a draft, propose these tokens alone (int64 [n]); SequoiaPlanError if it cannot."""
-        self.backend.keep_logits(d2t)
-        self.d2t, self.vocabulary = d2t, d2t.numel()
+        """As a draft, propose of its tokens these alone (int64 [n]); SequoiaPlanError if not."""
+        own = torch.arange(self.vocabulary) if self.d2t is None else self.d2t
+        kept = torch.isin(own, d2t).nonzero().flatten()
+        self.backend.keep_logits(kept)
+        self.d2t, self.vocabulary = own[kept], kept.numel()
 
     def prefetch(self) -> None:
         """Start streaming the weights that the next pass needs first, if weights are streamed."""

@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def bytes_of(memory: Tensor) -> memoryview:
 
 def _ask_for_large_pages(memory: mmap.mmap) -> None:
     """With pages of 4 KB, reading weights once takes up to twice as long."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with suppress(AttributeError, OSError):  # systems and kernels without them
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 

@@ -42,6 +42,7 @@ from drafts import golden, load, logits_of_tree, small_target, started, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 pytestmark = pytest.mark.slow
 GOLDEN = golden("eagle3")
@@ -103,6 +104,22 @@ def test_text_at_temperature_0_is_the_targets_greedy_text(plain_target, text):
         assert conversation.tokens[: len(alone)].tolist() == alone.tolist()
         num_greedy += 1
     assert num_greedy >= len(text.conversations) // 3
+
+
+def test_short_conversations_keep_to_their_slots(pair, tmp_path, monkeypatch):
+    """Also questions that the target writes, which would be longer than the context."""
+    forward, slots = LoadedModel.__call__, []
+
+    def noted(model, cache, tokens, positions, *others, **options):
+        slots.append(others[0])
+        assert int(positions.max()) < 80
+        return forward(model, cache, tokens, positions, *others, **options)
+
+    monkeypatch.setattr(LoadedModel, "__call__", noted)
+    write_text(pair.target, TextRecipe(100, 4, context=80, questions="code"), tmp_path / "text")
+    assert all(int(s.max()) < 4 * 80 and len(s.unique()) == len(s) for s in slots)
+    with pytest.raises(SequoiaPlanError, match="--context 24: expected"):
+        write_text(pair.target, TextRecipe(context=24), tmp_path / "none")
 
 
 def test_a_fifth_of_the_questions_asks_for_copies(pair):

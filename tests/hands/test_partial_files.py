@@ -198,6 +198,7 @@ def test_no_weight_of_a_gguf_file_is_rounded(tmp_path, architecture, kind):
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 ROPES = {
     "linear": ({"type": "linear", "factor": 4.0}, dict(factor=4.0)),
+    "linear, as llama.cpp takes a factor alone": ({"factor": 4.0}, dict(factor=4.0)),
     "yarn": (
         {"type": "yarn", "factor": 4.0, "original_context_length": 40},
         dict(factor=4.0, original_max_position_embeddings=40),
@@ -222,7 +223,7 @@ def llama3_factors(theta, count, factor):
 @pytest.mark.parametrize("placement", ["resident", "compiled", "streamed"])
 def test_rotary_embeddings_are_scaled_as_the_gguf_file_says(tmp_path, kind, placement):
     scaling, parameters = ROPES[kind]
-    rope = dict(rope_type=kind, rope_theta=500000.0, **parameters)
+    rope = dict(rope_type=kind.split(",")[0], rope_theta=500000.0, **parameters)
     model = tiny("Llama", **SIZES, rope_parameters=rope)
     tensors = {"rope_freqs.weight": llama3_factors(500000.0, 16, 8.0)} if kind == "llama3" else {}
     metadata = {f"rope.scaling.{key}": value for key, value in scaling.items()}

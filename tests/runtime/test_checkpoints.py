@@ -4,6 +4,7 @@ What does not fit is one line that says why, and the command line needs no optio
 """
 
 import pytest
+import torch
 
 from drafts import PARTS, dflash_parts, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
@@ -75,6 +76,10 @@ BAD = {
     "another hidden size": (
         lambda: eagle3_parts(small_target(hidden=24)),
         "its weights do not fit its config.json and this target: .*fc.weight",
+    ),
+    "scales of another kind": (
+        lambda: (eagle3()[0], eagle3()[1] | {"fc.weight_scale": torch.ones(1)}),
+        "its scales do not fit its weights: IndexError",
     ),
     "another vocabulary": (
         lambda: eagle3_parts(small_target(vocabulary=64)),

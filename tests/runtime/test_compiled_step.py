@@ -3,6 +3,7 @@
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -26,7 +27,12 @@ PROMPT = torch.tensor([2, 1, 2, 0, 1, 2, 0, 1])
 BASE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 SPINE = TokenTree(TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6]).parents, looks_up=True)
 FAMILY = TokenTree(
-    BASE.parents, by_match={1: SPINE, 3: TokenTree(TokenTree.chain(5).parents, looks_up=True)}
+    BASE.parents,
+    by_match={
+        1: SPINE,
+        2: TokenTree(TokenTree.from_parents([-1, 0, 0, 1, 2, 2]).parents, looks_up=True),
+        3: TokenTree(TokenTree.chain(5).parents, looks_up=True),
+    },
 )
 TREES = {"plain": TokenTree.chain(1), "one": BASE, "family": FAMILY}
 SAMPLINGS = [
@@ -60,7 +66,11 @@ def pair(kind, vocabulary=12):
         return target, draft
     draft = small(5, vocabulary // 2 if kind == "part of the vocabulary" else vocabulary)
     if kind == "part of the vocabulary":
-        draft.d2t = torch.arange(1, vocabulary, 2)
+        draft.d2t = torch.arange(vocabulary)[1::2]
+    if kind == "a shorter context":
+        draft.config.max_position_embeddings, weights = PROMPT.numel() + 8, draft.state_dict()
+        draft = type(draft)(draft.config).eval()
+        draft.load_state_dict(weights)
     return target, None if kind == "none" else draft
 
 
@@ -71,7 +81,9 @@ def outputs(decoder, seed, sampling, count=40):
     ]
 
 
-@pytest.mark.parametrize("kind", ["language model", "part of the vocabulary", "EAGLE-3", "none"])
+@pytest.mark.parametrize(
+    "kind", ["language model", "part of the vocabulary", "a shorter context", "EAGLE-3", "none"]
+)
 def test_steps_are_those_of_tensors(kind, monkeypatch):
     """Tokens, paths and matches; with one worker to three. The control swaps two rules."""
     models = pair(kind)
@@ -85,6 +97,8 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
             for seed in range(6):
                 ours = outputs(decoder, seed, sampling)
                 assert decoder.step.models.compiled_step is not None
+                steps = decoder.step_of_tree.values()
+                assert all(p.num_draws <= max(1, s.branching) for s in steps for p in s.passes)
                 with monkeypatch.context() as patch:
                     patch.setattr(CapturedStep, "compiled", lambda *_: None)
                     expected = outputs(decoder, seed, sampling)
@@ -145,13 +159,51 @@ def test_faults_leave_the_decoder_usable(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         texts = pool.map(lambda i: decoders[i % 2].generate(PROMPT, 40).sequences, range(12))
         assert all(text.equal(expected) for text in texts)
-    for model, role in ((draft, "draft"), (target, "target")):
-        weight = model.lm_head.weight.data
+    embeddings = target.model.embed_tokens  # with nan, so are keys and values
+    for part, role in (
+        (draft.lm_head, "draft"),
+        (target.lm_head, "target"),
+        (embeddings, "target"),
+    ):
+        weight = part.weight.data
         before = weight.clone()
-        weight[3] = torch.nan
+        weight[expected[0, PROMPT.numel()] if part is embeddings else 3] = torch.nan
         decoders[0].refresh()
         with pytest.raises(SequoiaPlanError, match=f"{role}: logits"):
             decoders[0].generate(PROMPT, 40)
         weight.copy_(before)
         decoders[0].refresh()
         assert decoders[0].generate(PROMPT, 40).sequences.equal(expected)
+    assert decoders[0].step.target.backend.runner.workers.count == 2
+
+
+def test_a_step_keeps_the_weights_that_it_reads():
+    decoder = SequoiaDecoder(*pair("EAGLE-3"), BASE)
+    steps = decoder.steps(PROMPT, 40, Sampling())
+    next(steps)
+    step = decoder.step
+    weights = [ref(model.weights) for model in (step.target.backend, step.drafter.packed)]
+    decoder.refresh()
+    assert all(own() is not None for own in weights)
+    next(steps)
+
+
+def test_a_tree_alone_that_looks_up_is_refused():
+    target, _ = pair("none")
+    with pytest.raises(SequoiaPlanError, match="its spine is looked up"):
+        SequoiaDecoder(target, None, FAMILY.for_match(3))
+
+
+def test_a_prompt_of_one_token_is_not_left_unread():
+    """Its draft's keys are its own, also if the first steps do not draft."""
+    tree = TokenTree(
+        TokenTree.chain(1).parents, by_match={1: TokenTree.from_parents([-1, 0, 0, 1])}
+    )
+    texts = []
+    for before in ([1, 11, 10, 0] * 6, [9, 8, 7, 6] * 6):
+        decoder = SequoiaDecoder(*pair("language model"), tree)
+        decoder.generate(before, 2)
+        options = dict(max_new_tokens=30, temperature=2.0)
+        results = [decoder.generate([5], seed=seed, **options) for seed in range(8)]
+        texts.append([result.sequences.tolist() for result in results])
+    assert texts[0] == texts[1]

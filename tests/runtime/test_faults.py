@@ -112,7 +112,11 @@ def test_memory_that_is_not_there():
     decoder = SequoiaDecoder(target, draft, TREE)
     with pytest.raises(SequoiaPlanError, match=r"KV cache: .* GB on cpu.* lower max_new_tokens"):
         decoder.generate(PROMPT, 1 << 45)
-    assert decoder.generate(PROMPT, 20).new_tokens == 20
+    text = decoder.generate(PROMPT, 20)
+    assert text.new_tokens == 20
+    with pytest.raises(SequoiaPlanError, match="KV cache"):  # with a text that was to be kept
+        decoder.generate(text.sequences, 1 << 45, reuse_prefix=True)
+    assert decoder.generate(PROMPT, 8, reuse_prefix=True).new_tokens == 8
 
 
 class Breaks:

@@ -3,6 +3,7 @@
 Drafts with padded vocabularies are tested, too.
 """
 
+import copy
 import re
 import shlex
 
@@ -147,7 +148,9 @@ def test_a_draft_is_cut_to_the_tokens_of_another():
     states = torch.randn(3, cut.target.config.hidden_size)
     d2t = cut.draft.d2t
     assert len(d2t) == cut.draft.vocabulary < whole.draft.vocabulary
-    assert cut.draft.backend.head(states).equal(whole.draft.backend.head(states)[:, d2t])
+    for draft in (cut.draft, copy.deepcopy(cut.draft)):
+        assert draft.backend.head(states).equal(whole.draft.backend.head(states)[:, d2t])
+    assert whole.metadata["draft"] != cut.metadata["draft"]
     shape = TokenTree.from_parents([-1, 0, 0, 1])
     texts = [
         SequoiaDecoder(cut.target, draft, tree, tokenizer=cut.tokenizer).generate("The sky", 24)

@@ -34,7 +34,7 @@ from streamed import (
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.models.stored import Source
-from sequoia_plan.runtime.offload import disk_stream, weight_cache
+from sequoia_plan.runtime.offload import disk_stream, weight_cache, weight_file
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, Place, WeightFile, write_weights
 
@@ -103,6 +103,7 @@ def test_a_pass_reads_each_streamed_layer_once(folder, monkeypatch):
         steps = decoding.generate(PROMPT, 40).steps
     stream.wait_until_full()
     assert sum(counts) == (1 + steps) * stream.bytes
+    assert stream.layer_in_slot == [0, 1, 2]  # reading goes on between passes, as of drafts
 
 
 def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
@@ -114,6 +115,11 @@ def test_a_pass_that_does_not_wait_is_noticed(folder, slow_disk, monkeypatch):
     else:  # hooks hold that function
         monkeypatch.setattr(disk_stream.Future, "result", lambda read: None)
     assert not tokens(pair).equal(expected)
+
+
+def test_kernels_without_large_pages(monkeypatch):
+    monkeypatch.setattr(weight_file.mmap, "MADV_HUGEPAGE", 1 << 20)  # as if it was not known
+    assert not weight_file.aligned_memory(5).any()
 
 
 def test_a_streamed_target_cannot_be_copied(folder):

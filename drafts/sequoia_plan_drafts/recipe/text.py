@@ -109,6 +109,12 @@ class Writer:
         self.hidden_states = [AFTER_FINAL_NORM if k == last else k for k in recipe.hidden_states]
         target.backend.prepare(self.hidden_states)
         self.ends = end_tokens(None, target, self.tokenizer)
+        least = 2 * len(encode(self.tokenizer, ""))
+        if not least <= recipe.context <= target.context:
+            raise ArgumentError(
+                f"--context {recipe.context}: expected {least}, twice the tokens of the target's "
+                f"chat template, to {target.context}"
+            )
 
     def conversations(self) -> Iterator[Conversation]:
         """Yield conversations as they end."""
@@ -130,7 +136,7 @@ class Writer:
                 count = len(lane.tokens) - lane.num_prompt
                 limit = context - lane.num_prompt
                 if lane.temperature is None:
-                    limit = MAX_QUESTION_TOKENS
+                    limit = min(limit, MAX_QUESTION_TOKENS)
                 if token not in self.ends and count < limit:
                     continue
                 if lane.temperature is None:
@@ -147,7 +153,7 @@ class Writer:
         question = self.questions.next(self.passages)
         if question is None:
             begin = self.tokenizer.encode(self.questions.begin(), add_special_tokens=False)
-            return Lane(first_slot, self.opening + begin, None)
+            return Lane(first_slot, (self.opening + begin)[: self.recipe.context // 2], None)
         return self.answer(first_slot, question)
 
     def answer(self, first_slot: int, question: str) -> Lane:

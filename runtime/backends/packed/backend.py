@@ -42,6 +42,7 @@ class PackedBackend(Backend):
     chains_only = is_split = False
     has_own_threads = True
     reads_embeddings = False  # from a file, when tokens need them
+    kept_tokens: Tensor | None = None  # see `keep_logits`
     new_step = new_step
 
     def __init__(
@@ -61,28 +62,39 @@ class PackedBackend(Backend):
         self.num_embeddings = self.embedding.outputs
         self.vocabulary = self.head_matrix.outputs
         self.weights = weights
+        self.runner: Any = None
 
     def use(self, weights: PackedWeights) -> None:
         """Run these weights from now on."""
         self.weights, config, cached = weights, self.config, cache_dtype(self.dtype)
         self.embedding, self.head_matrix = weights.embedding, weights.head
+        self.vocabulary = self.head_matrix.outputs
         model = model_of(weights, config, head_size(config), cached.itemsize)
+        # while a text is read, PyTorch has one thread
+        workers = self.runner.workers.count if self.runner else torch.get_num_threads()
         self.runner = PackedPass(
-            model, config, self.vocabulary, config.num_key_value_heads, cached,
-            torch.get_num_threads(), self.stream, self.streamed_layers,
+            model, config, self.vocabulary, config.num_key_value_heads, cached, workers,
+            self.stream, self.streamed_layers,
         )  # fmt: skip
+        self.runner.kept = weights, self.head_matrix
+        if self.kept_tokens is not None:
+            self.keep_logits(self.kept_tokens)
 
     def keep_logits(self, tokens: Tensor) -> None:
         """See `Backend`; rows of a head in other bits than 8 are rounded to these."""
-        rows, inputs = dense_rows(self.head_matrix, tokens.numpy()), self.head_matrix.inputs
+        self.kept_tokens, inputs = tokens, self.weights.head.inputs
+        rows = dense_rows(self.weights.head, tokens.numpy())
         cut = StoredMatrix(
             "Q8_0", len(rows), inputs, lambda first, end: round_rows(rows[first:end], 8)
         )
         self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
+        self.runner.kept = self.weights, self.head_matrix
         self.vocabulary = self.runner.vocabulary = len(rows)
         self.runner.model = Model(
             **self.runner.model.fields | {"head": describe(self.head_matrix)[None]}
         )
+
+    __setstate__ = keep_logits  # of copies, which `__reduce__` makes
 
     def metadata(self) -> dict[str, Any]:
         """See `Backend`."""

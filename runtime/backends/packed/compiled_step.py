@@ -76,7 +76,8 @@ class CompiledStep:
         vocabulary: int, d2t: Tensor | None,
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
-        workers, self.kept = self.workers.count, part
+        # they keep the weights, of which a step has addresses
+        workers, self.kept = self.workers.count, (target.runner, part and part.runner)
         reader = drafting = new_reader(
             target.runner, target.embedding, target.vocabulary, sequence.target, workers, rows,
             contexts[0], hidden_states,
@@ -94,7 +95,7 @@ class CompiledStep:
         most = max(target.vocabulary, vocabulary)
         t2d = own_tokens = NOTHING
         if d2t is not None:
-            t2d, own_tokens = np.full(target.vocabulary, -1), d2t.numpy()
+            t2d, own_tokens = np.full(target.vocabulary, -1), d2t.long().contiguous().numpy()
             t2d[own_tokens] = np.arange(own_tokens.size)
         self.step = Step(
             target=reader, draft=drafting, eagle=eagle_of(part, sequence.draft, workers, rows),

@@ -60,6 +60,7 @@ class PackedEagle:
         self.runner = PackedPass(
             model, config, self.weights.head.outputs, config.num_key_value_heads, dtype, workers=1
         )
+        self.runner.kept = self.weights
         self.norms = [
             self.weights.vector(f"model.layers.0.{name}.weight")
             for name in ("input_layernorm", "hidden_norm")

@@ -55,7 +55,7 @@ class PackedFile(PackedBackend):
 
     def __reduce__(self) -> Any:
         """For pickle and copies: the same file."""
-        return PackedFile, self.arguments
+        return PackedFile, self.arguments, self.kept_tokens
 
 
 class StreamedFile(PackedBackend):

@@ -46,7 +46,7 @@ class PackedModule(PackedBackend):
 
     def __reduce__(self) -> Any:
         """For pickle and copies: packed anew from the copy of the module."""
-        return PackedModule, (self.module, self.storage.bits)
+        return PackedModule, (self.module, self.storage.bits), self.kept_tokens
 
     def is_stale(self) -> bool:
         """Is the module no longer one that can be packed anew?"""
@@ -68,7 +68,7 @@ class PackedModule(PackedBackend):
         )
         sizes = self.module.dtype, len(embedding), len(head)
         reason = why_not_module(self.module)
-        if not reason and sizes != (self.dtype, self.num_embeddings, self.vocabulary):
+        if not reason and sizes != (self.dtype, self.num_embeddings, self.weights.head.outputs):
             reason = "its vocabulary or its dtype is another one"
         if not reason:
             self.refresh()

@@ -130,8 +130,10 @@ class PackedPass:
     """Runs packed layers over rows. Its scratch memory lets one pass run at a time.
 
     `streamed_layers` are those whose weights `stream` brings in every pass; the head's parts count
-    as layers.
+    as layers. `kept` has the memory of the weights, of which `model` has addresses.
     """
+
+    kept: Any = None
 
     def __init__(
         self, model: Model, config: Any, vocabulary: int, kv_heads: int, dtype: torch.dtype,

@@ -43,7 +43,7 @@ def place_committed(step, reader, count, hides_first):
         read = max(slot, 0)
         reader.tokens[row], reader.read_slots[row] = step.tokens[read], read
         reader.slots[row] = slot if slot >= 0 else length - slot
-        reader.positions[row] = max(slot - hides_first, 0)
+        reader.positions[row] = min(max(slot - hides_first, 0), reader.last[1])
         if hides_first:
             see(reader, row, min(read, 1), read + 1)
         else:
