@@ -32,7 +32,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from reports import new_parser, write_report
 
@@ -44,7 +43,7 @@ KINDS = {"code": range(4), "chat": range(4, 6)}
 """Prompts by kind."""
 FEW = 0, 4
 """Those that accelerate decodes."""
-URL = "http://127.0.0.1:8766/"
+URL = "http://127.0.0.1:8766"
 CHUNK, READS = 4 << 20, 2
 """How the disk is read: so many bytes at a time, the whole file so often."""
 
@@ -125,34 +124,31 @@ def run_accelerate(options: argparse.Namespace) -> dict[str, Any]:
     return {"runs": runs}
 
 
-def ask(path: str, body: Any = None) -> Any:
-    """An answer of llama.cpp's server."""
-    data = None if body is None else json.dumps(body).encode()
-    with urlopen(Request(URL + path, data, {"Content-Type": "application/json"})) as answer:
-        return json.load(answer)
-
-
 def run_llama(options: argparse.Namespace, part: str, join: Callable[[], None]) -> dict[str, Any]:
     """llama.cpp's server, whose own times count."""
-    command = [f"{options.llama}/llama-server", "-m", options.gguf, "--port", URL[-5:-1]]
+    from sequoia_plan.artifacts import SequoiaPlanError
+    from sequoia_plan.engines.llama_server import Server, greedy
+
+    command = [f"{options.llama}/llama-server", "-m", options.gguf, "--port", URL[-4:]]
     command += ["-c", "2048", "-np", "1", "-t", str(options.threads), "--no-warmup"]
     if part == "llama-draft":
         command += ["-md", options.draft, *options.llama_draft.split()]
-    server = subprocess.Popen(
+    process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=join
     )
     try:
-        while server.poll() is None:
+        server = Server(URL)
+        while process.poll() is None:
             try:
-                ask("health")
+                server.version()
                 break
-            except OSError:
+            except SequoiaPlanError:
                 time.sleep(0.5)
         runs, texts = [], []
         for prompt in options.prompts:
-            bytes_before = bytes_read_so_far(server.pid)
-            body = {"prompt": prompt, "n_predict": TOKENS[part], "temperature": 0}
-            answer = ask("completion", body | {"cache_prompt": False, "return_tokens": True})
+            bytes_before = bytes_read_so_far(process.pid)
+            body = greedy(prompt, TOKENS[part]) | {"cache_prompt": False, "return_tokens": True}
+            answer = server._ask("/completion", dict[str, Any], body)
             times = answer["timings"]
             first, tokens = times["prompt_ms"] / 1000, times["predicted_n"]
             passes, seconds = (
@@ -160,12 +156,12 @@ def run_llama(options: argparse.Namespace, part: str, join: Callable[[], None]) 
                 times["predicted_ms"] / 1000,
             )
             run = [tokens, passes, first + seconds, 1, first]
-            runs.append([*run, bytes_read_so_far(server.pid) - bytes_before])
+            runs.append([*run, bytes_read_so_far(process.pid) - bytes_before])
             texts.append(answer["tokens"])
         return {"runs": runs, "texts": texts}
     finally:
-        server.terminate()
-        server.wait()
+        process.terminate()
+        process.wait()
 
 
 PARTS: Parts = {

@@ -7,7 +7,7 @@
 
 Every part is a few commands, and its last one writes a file into benchmarks/results. A part that is
 finished is not measured again; a killed one goes on. All parts are of one machine and of one state
-of the code: with other files there, the run ends with an error, unless `--replace` is given.
+of the code: with files of others there, all is measured anew.
 Beside each part stands how much of a processor other programs took meanwhile.
 """
 
@@ -128,20 +128,13 @@ def write_prompts(path: Path, prompts: list[Prompt], names: dict[str, str], defa
     write_atomically(path, "".join(lines).encode())
 
 
-def measure(
-    commands: Mapping[str, list[str]], results: Path, common: dict[str, Any], replace: bool
-) -> None:
+def measure(commands: Mapping[str, list[str]], results: Path, common: dict[str, Any]) -> None:
     """Measure the parts that are missing, each with a note of the load beside it."""
     log_file = results / "run.json"
     log = common | {"parts": {}}
-    if log_file.exists() and not replace:
-        log = json.loads(log_file.read_text())
-        for key, value in common.items():
-            if log[key] != value:
-                sys.exit(
-                    f"{log_file}: measured with {key} {log[key]!r}, this is {value!r}; --replace "
-                    "measures all anew"
-                )
+    if log_file.exists():
+        last = json.loads(log_file.read_text())
+        log = last if last.items() >= common.items() else log
     missing = [name for name in commands if name not in log["parts"]]
     for number, name in enumerate(missing, 1):
         print(f"{name}, part {number} of {len(missing)}, each at most ten minutes", flush=True)
@@ -184,7 +177,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few prompts, in build/quick")
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench's question.jsonl")
     parser.add_argument("--llama-bench", help="llama.cpp's, for the table of passes")
-    parser.add_argument("--replace", action="store_true", help="discard what was measured before")
     parser.add_argument("--pages-only", action="store_true", help="measure nothing")
     options = parser.parse_args()
     work = ROOT / "build" / ("quick" if options.quick else "results")
@@ -199,7 +191,7 @@ def main() -> None:
         else:
             write_prompts(work / "kinds.jsonl", [*built_in, *load(RETRIEVAL)], OWN, "")
         common = stamp("prompts of Spec-Bench" if options.spec_bench else "prompts of our own")
-        measure(parts(work, options), results, common, options.replace)
+        measure(parts(work, options), results, common)
     for page in PAGES:
         text = with_tables((ROOT / page).read_text(), results)
         path = work / Path(page).name if options.quick else ROOT / page

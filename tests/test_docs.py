@@ -192,7 +192,9 @@ def folder(tmp_path, monkeypatch):
     profiles = ROOT / "artifacts" / "catalog" / "profiles"
     for name in ("profile.yaml", "large.yaml"):
         shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t0.yaml", name)
-    save_tree(load_tree("smollm2-135m-epyc-2-cores-t0"), "tree.safetensors")
+    (tmp_path / "build").mkdir()
+    for path in ("tree.safetensors", "build/tree.safetensors"):
+        save_tree(load_tree("smollm2-135m-epyc-2-cores-t0"), path)
     # docs/planner.md describes the next three
     (tmp_path / "acceptance.json").write_text("[0.6, 0.2, 0.1]")
     shutil.copy(profiles / "smollm2-135m-epyc-2-cores-t06.yaml", "t06.yaml")
