@@ -5,6 +5,7 @@ In this module, `rates` are as in `Acceptance`: float64 [levels, node classes, r
 
 import heapq
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,11 +32,9 @@ def node_values(tree: TokenTree, rates: Floats) -> Floats:
 
     Returns float64 [size].
     """
-    parents, offsets = tree.parents, tree.level_offsets.tolist()
     values = np.append(1.0, child_probabilities(tree, rates))
-    for level in range(2, tree.depth):
-        nodes = slice(offsets[level], offsets[level + 1])
-        values[nodes] *= values[parents[nodes]]
+    for start, stop in pairwise(tree.level_offsets[1:].tolist()):
+        values[start:stop] *= values[tree.parents[start:stop]]
     return values
 
 

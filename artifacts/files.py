@@ -78,9 +78,7 @@ def check_new_folder(path: str | Path) -> None:
 def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
     """Refuse an output file that is one of the input files, also by another path or a link."""
     for path in inputs:
-        if path is None or not os.path.exists(path) or not os.path.exists(output):
-            continue
-        if os.path.samefile(path, output):
+        if path and all(map(os.path.exists, (path, output))) and os.path.samefile(path, output):
             raise ArgumentError(
                 f"-o {output}: is the input {path} itself, which would be lost; name another file"
             )
@@ -121,6 +119,14 @@ def read_bytes(path: str | Path, expected: str, max_bytes: int = MAX_FILE_BYTES)
     if bytes_left < 0:
         raise SequoiaPlanError(f"{path}: larger than {max_bytes} bytes; expected {expected}")
     return b"".join(chunks)
+
+
+def read_text(path: str | Path, expected: str) -> str:
+    """Read a file of UTF-8 text, without its byte-order mark."""
+    try:
+        return read_bytes(path, expected).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SequoiaPlanError(f"{path}: not UTF-8 text; expected {expected}") from error
 
 
 def read_json(path: str | Path, expected: str) -> Any:

@@ -5,6 +5,7 @@ docs/interchange.md says what each engine needs beyond the tree.
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,12 @@ def to_growmap(tree: TokenTree) -> dict[str, Any]:
     of each node, mask the attention mask, depth the level of each node, and size the number of
     nodes.
     """
-    child_count, offsets = tree.child_count.tolist(), tree.level_offsets.tolist()
-    levels = [list(range(offsets[level], offsets[level + 1])) for level in range(tree.depth)]
+    children = _children(tree)
+    levels = [list(range(*ends)) for ends in pairwise(tree.level_offsets.tolist())]
     return {
         "roots": levels,
-        "branches": [[child_count[node] for node in level] for level in levels],
-        "Successors": _children(tree),
+        "branches": [[len(children[node]) for node in level] for level in levels],
+        "Successors": children,
         "mask": tree.attention_mask.astype(int).tolist(),
         "depth": tree.position_ids.tolist(),
         "size": tree.size,
@@ -140,8 +141,5 @@ def _converted(document: Any, expected: Any, name: str) -> Any:
 
 def _children(tree: TokenTree) -> list[list[int]]:
     """The children of every node."""
-    first_child, child_count = tree.first_child.tolist(), tree.child_count.tolist()
-    return [
-        list(range(first, first + count))
-        for first, count in zip(first_child, child_count, strict=True)
-    ]
+    parts = np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)
+    return [part.tolist() for part in parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
@@ -95,7 +95,7 @@ def read_positions(text: str) -> Iterator[Position]:
         yield Position(*map(int, word.split(":")))
 
 
-def write_positions(positions: Sequence[Position]) -> str:
+def write_positions(positions: Iterable[Position]) -> str:
     """The record of a text for `LookupCounts.texts`."""
     return " ".join(f"{position.match_length}:{position.run}" for position in positions)
 

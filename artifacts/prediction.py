@@ -15,15 +15,15 @@ from sequoia_plan.artifacts.tree import TokenTree
 def predict(tree: TokenTree, acceptance: Acceptance, times: StepTime | None) -> dict[str, float]:
     """Expected tokens and, where times are known, step time and speed-up, as a plan names them."""
     tokens = expected_tokens(tree, acceptance.rates)
-    step = times.step_seconds(tree) if times else math.inf
-    if times is None or not math.isfinite(step):
-        return {"expected_tokens": tokens}
-    speedup = tokens * times.plain_seconds() / step
-    return {"expected_tokens": tokens, "step_seconds": step, "predicted_speedup": speedup}
+    figures = {"expected_tokens": tokens}
+    if times and math.isfinite(step := times.step_seconds(tree)):
+        speedup = tokens * times.plain_seconds() / step
+        figures |= {"step_seconds": step, "predicted_speedup": speedup}
+    return figures
 
 
 def prediction_for(
-    tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None
+    tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] = {}
 ) -> Prediction:
     """Predict a tree's figures in bench from the measurements in a plan."""
     settings = dict(plan.settings)
@@ -33,13 +33,12 @@ def prediction_for(
         or verifier == measured_verifier
         or (verifier, measured_verifier) == ("traversal", "sequoia")
     )
-    is_same_sampling = sampling is None or all(
-        sampling.get(name, value) == value for name, value in settings.items()
-    )
+    is_same_sampling = all(sampling.get(name, value) == value for name, value in settings.items())
     applies = (is_same_acceptance and is_same_sampling) or tree.size == 1
     if not plan.acceptance or not applies:
         return Prediction()
-    times = StepTime.from_measured(plan, looks_up=bool(tree.by_match))
+    latency = plan.latency
+    times = StepTime(latency, plan.drafting, bool(tree.by_match)) if latency else None
     if not plan.by_match or times is None or (tree.size == 1 and not tree.by_match):
         figures = predict(tree, plan.acceptance, times)
         return Prediction(figures["expected_tokens"], figures.get("predicted_speedup"))

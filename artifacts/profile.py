@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -14,9 +15,15 @@ from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.counts import ClassCounts, PromptKind
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.files import read_bytes, write_atomically
 from sequoia_plan.artifacts.latency import Latency
 from sequoia_plan.artifacts.lookup import LookupCounts
-from sequoia_plan.artifacts.schema import Count, Metadata, YamlArtifact
+from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, check_format
+
+FORMAT, VERSION, MADE_BY = "sequoia-plan-profile", 1, "sequoia-plan profile"
+EXPECTED = f"a file written by {MADE_BY}"
+MAX_BYTES = 1 << 20
+"""A profile with counts by class of match has about 40 thousand bytes."""
 
 
 def takes_chains_only(models: Mapping[str, Any]) -> bool:
@@ -24,11 +31,8 @@ def takes_chains_only(models: Mapping[str, Any]) -> bool:
     return bool(models.get("target", {}).get("recurrent_layers"))
 
 
-class Profile(YamlArtifact, frozen=True):
+class Profile(Artifact, frozen=True):
     """Acceptance and, where measured, latency of a pair of models with one verifier."""
-
-    FORMAT = "sequoia-plan-profile"
-    MADE_BY = "sequoia-plan profile"
 
     acceptance: Annotated[
         Acceptance,
@@ -90,6 +94,35 @@ class Profile(YamlArtifact, frozen=True):
                     "prompts: found trials that do not add up to those of `acceptance`, expected "
                     "the same ranks for each prompt; leave `prompts` out, or profile again"
                 )
+
+    def save(self, path: str | Path) -> None:
+        """Write as YAML, atomically; equal profiles give equal bytes."""
+        write_atomically(path, self.to_yaml().encode())
+
+    def to_yaml(self) -> str:
+        """The file's text."""
+        from sequoia_plan.artifacts import yaml_text  # here, because the runtime never needs it
+
+        return yaml_text.dump({"format": FORMAT, "version": VERSION, **self.to_dict()})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read and check a file.
+
+        Raises:
+            SequoiaPlanError: if the file is missing, not of this format and version, or holds
+                impossible values.
+        """
+        return cls.from_bytes(read_bytes(path, EXPECTED, MAX_BYTES), str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Profile:
+        """Read and check a file's content; errors begin with `name`, and are as of `load`."""
+        from sequoia_plan.artifacts import yaml_text
+
+        document = yaml_text.load(data, name, EXPECTED)
+        check_format(document, FORMAT, VERSION, name, MADE_BY)
+        return cls.from_dict(document, name)
 
     @property
     def verifier(self) -> str:

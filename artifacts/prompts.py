@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from sequoia_plan.artifacts.counts import MAX_KIND_LENGTH
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes
+from sequoia_plan.artifacts.files import read_text
 
 JSON_LINES = (".jsonl", ".ndjson")
 """How the names of files with one JSON object a line end, in lower case."""
@@ -103,13 +103,7 @@ class _Line(Struct):
 
 def load(path: str | Path) -> list[Prompt]:
     """Read prompts from a file: .jsonl with a prompt a line, or text with a prompt a paragraph."""
-    try:
-        data = read_bytes(path, "prompts, .jsonl or plain text")
-        text = data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise SequoiaPlanError(
-            f"{path}: not UTF-8 text; expected prompts, .jsonl or plain text"
-        ) from error
+    text = read_text(path, "prompts, .jsonl or plain text").replace("\r\n", "\n")
     if "\0" in text:
         raise SequoiaPlanError(
             f"{path}: holds NUL characters, as UTF-16 does; expected UTF-8, .jsonl or plain text"

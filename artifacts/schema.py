@@ -3,15 +3,13 @@
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
 from msgspec import NODEFAULT, Meta, Struct, ValidationError
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.files import read_bytes, write_atomically
 
 Size = Annotated[int, Meta(ge=1, lt=2**53)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -19,10 +17,6 @@ Number = Annotated[float, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=1e-12, le=1e12)]
 Metadata = dict[str, Any]
 """Plain values by name: see `is_plain`."""
-VERSION = 1
-"""Of all formats but trees by match (artifacts/tree_file.py)."""
-MAX_YAML_BYTES = 1 << 20
-"""A profile with counts by class of match has about 40 thousand bytes."""
 MAX_NESTING = 16
 """Levels of lists and mappings within each other."""
 
@@ -67,45 +61,6 @@ class Artifact(Struct, frozen=True, repr_omit_defaults=True):
         return document
 
 
-class YamlArtifact(Artifact, frozen=True):
-    """An artifact that is a YAML file of its own, for people to read and to edit."""
-
-    FORMAT: ClassVar[str]
-    MADE_BY: ClassVar[str]
-    """The command that writes it."""
-
-    def save(self, path: str | Path) -> None:
-        """Write as YAML, atomically; equal artifacts give equal bytes."""
-        write_atomically(path, self.to_yaml().encode())
-
-    def to_yaml(self) -> str:
-        """The file's text."""
-        from sequoia_plan.artifacts import yaml_text  # here, because the runtime never needs it
-
-        document = {"format": self.FORMAT, "version": VERSION, **self.to_dict()}
-        return yaml_text.dump(document)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read and check a file.
-
-        Raises:
-            SequoiaPlanError: if the file is missing, not of this format and version, or holds
-                impossible values.
-        """
-        expected = f"a file written by {cls.MADE_BY}"
-        return cls.from_bytes(read_bytes(path, expected, MAX_YAML_BYTES), str(path))
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Self:
-        """Read and check a file's content; errors begin with `name`, and are as of `load`."""
-        from sequoia_plan.artifacts import yaml_text
-
-        document = yaml_text.load(data, name, f"a file written by {cls.MADE_BY}")
-        check_format(document, cls.FORMAT, VERSION, name, cls.MADE_BY)
-        return cls.from_dict(document, name)
-
-
 def check_format(document: Any, name: str, version: int, place: str, made_by: str) -> None:
     """Refuse a document that does not name this format and version."""
     header = document if isinstance(document, Mapping) else {}
@@ -131,8 +86,7 @@ def refusal(error: ValidationError, name: str) -> SequoiaPlanError:
 def is_plain(value: Any, levels: int = MAX_NESTING) -> bool:
     """Whether a value can be written again, and printed without steering a terminal."""
     if isinstance(value, Mapping):
-        items = [*value, *value.values()]
-        return levels > 0 and all(is_plain(item, levels - 1) for item in items)
+        value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):
         return levels > 0 and all(is_plain(item, levels - 1) for item in value)
     if isinstance(value, str):

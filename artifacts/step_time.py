@@ -1,7 +1,5 @@
 """Seconds of one decoding step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +12,6 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.drafting import LANGUAGE_MODEL, Drafting
 from sequoia_plan.artifacts.latency import Latency
-from sequoia_plan.artifacts.plan import Plan
-from sequoia_plan.artifacts.profile import Profile
 from sequoia_plan.artifacts.tree import TokenTree
 
 
@@ -27,11 +23,6 @@ class StepTime:
     drafting: Drafting = LANGUAGE_MODEL
     looks_up: bool = False
     """Does each step look for the match of the text?"""
-
-    @classmethod
-    def from_measured(cls, measured: Profile | Plan, looks_up: bool = False) -> StepTime | None:
-        """The step time that a profile or plan records; None if it has no latencies."""
-        return cls(measured.latency, measured.drafting, looks_up) if measured.latency else None
 
     @cached_property
     def target_seconds(self) -> Callable[[Any], Any]:

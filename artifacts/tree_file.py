@@ -89,9 +89,9 @@ def to_bytes(tree: TokenTree) -> bytes:
             "has this one in `by_match`"
         )
     version = PORTFOLIO_VERSION if tree.by_match else VERSION
-    header = _header_of(tree) | {"format": FORMAT, "version": version}
-    if tree.by_context:
-        header["by_context"] = [[length, _header_of(t)] for length, t in tree.by_context.items()]
+    by_context = tuple((length, _header_of(t)) for length, t in tree.by_context.items())
+    header = Header(tree.plan, _header_of(tree).by_match, by_context).to_dict()
+    header |= {"format": FORMAT, "version": version}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return save_tensors(_all_tensors(tree), {METADATA_KEY: text})
 
@@ -122,12 +122,10 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
     return tree
 
 
-def _header_of(tree: TokenTree) -> dict[str, Any]:
+def _header_of(tree: TokenTree) -> TreeHeader:
     """What the header says of a tree and its trees by match."""
-    header: dict[str, Any] = {"plan": tree.plan.to_dict()}
-    if tree.by_match:
-        header["by_match"] = [[length, t.looks_up] for length, t in tree.by_match.items()]
-    return header
+    by_match = tuple((length, t.looks_up) for length, t in tree.by_match.items())
+    return TreeHeader(tree.plan, by_match)
 
 
 def _tree(header: TreeHeader, tensors: dict[str, NDArray[Any]], prefix: str) -> TokenTree:

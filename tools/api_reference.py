@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from format_tables import field_meanings
 
-from sequoia_plan.artifacts.schema import Artifact, YamlArtifact
+from sequoia_plan.artifacts.schema import Artifact
 
 WIDTH = 120
 CODE_WIDTH = 100
@@ -69,8 +69,7 @@ def _class_entry(name: str, value: type) -> str:
             for field in msgspec.structs.fields(value)
         ]
         parts.append("**Fields**\n\n" + _bullets(items))
-    all_members = {**(vars(YamlArtifact) if issubclass(value, YamlArtifact) else {}), **vars(value)}
-    members = {key: member for key, member in all_members.items() if not key.startswith("_")}
+    members = {key: member for key, member in vars(value).items() if not key.startswith("_")}
     properties = {
         key: getattr(member, "fget", None) or member.func  # type: ignore[union-attr]
         for key, member in members.items()

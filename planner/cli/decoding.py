@@ -67,6 +67,8 @@ def generate(
     as_json: bool,
 ) -> None:
     """Generate text with a compiled tree."""
+    from sequoia_plan.artifacts.files import read_text
+
     if interactive and (as_json or raw or prompt == "-"):
         raise click.UsageError(
             "--interactive: found with --json, --raw or --prompt -, expected none of them"
@@ -74,9 +76,9 @@ def generate(
     tree, remark = _tree_for(tree_file, models)
     settings = read_sampling(sampling, tree.plan.settings)
     sources = {
-        "json_schema": json_schema and _read_text(json_schema, "a JSON schema"),
+        "json_schema": json_schema and read_text(json_schema, "a JSON schema"),
         "regex": regex,
-        "ebnf": grammar and _read_text(grammar, "a grammar"),
+        "ebnf": grammar and read_text(grammar, "a grammar"),
     }
     is_constrained = any(source is not None for source in sources.values())
     if prompt == "-":
@@ -210,8 +212,7 @@ def bench(
     from sequoia_plan.runtime.pair import DEFAULT_DRAFT, INT8, LANGUAGE_MODEL, NO_DRAFT
 
     check_outputs(output, report, tree_file, prompts)
-    context = click.get_current_context()
-    journal = context.with_resource(exclusive(output)) if output else None
+    journal = click.get_current_context().with_resource(exclusive(output)) if output else None
     check_names(only)
     all_prompts = load(prompts or BUILT_IN)
     tree = load_tree(tree_file)
@@ -243,9 +244,8 @@ def bench(
             journal=journal,
             kinds=[prompt.kind for prompt in half],
         )
-    figures = breakdown(pair, tree, settings)
-    rounded_figures = {name: round(figure, 6) for name, figure in figures.items()}
-    result = replace(result, breakdown=Breakdown(**rounded_figures))
+    figures = {name: round(n, 6) for name, n in breakdown(pair, tree, settings).items()}
+    result = replace(result, breakdown=Breakdown(**figures))
     if output and journal:
         result.save(output)
         journal.unlink(missing_ok=True)
@@ -272,17 +272,6 @@ def _typed_messages(first: str | None) -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-def _read_text(path: str, expected: str) -> str:
-    """Read a file of UTF-8 text, without its byte-order mark."""
-    from sequoia_plan.artifacts import SequoiaPlanError
-    from sequoia_plan.artifacts.files import read_bytes
-
-    try:
-        return read_bytes(path, expected).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SequoiaPlanError(f"{path}: not UTF-8 text; expected {expected}") from error
 
 
 def _read_stdin() -> str:

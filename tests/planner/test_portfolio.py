@@ -367,7 +367,7 @@ def test_looking_for_the_match_takes_time():
     for part in tree.plan.by_match:
         size = tree.for_match(part.match_length).size
         assert part.step_seconds >= latency.target[size] + 0.003
-    times = StepTime.from_measured(profile)
+    times = StepTime(profile.latency, profile.drafting)
     assert alone.plan.step_seconds == pytest.approx(times.step_seconds(alone))
     prediction = prediction_for(tree, "sequoia", tree.plan)
     assert prediction.speedup == pytest.approx(tree.plan.predicted_speedup)
@@ -412,7 +412,7 @@ def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():
     """From no speculation in any class, exchanges alone come to looked-up chains where text repeats
     itself, and never to slower trees."""
     profile = lookup_profile()
-    times = StepTime.from_measured(profile)
+    times = StepTime(profile.latency, profile.drafting)
     problem = SpeedProblem(profile.acceptance.at_depth(10), 16, times)
     recording = recorded.recorded(profile, problem, 10, None)
     start = recording.decode((TokenTree.chain(1),) * 2)

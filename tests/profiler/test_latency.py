@@ -215,7 +215,7 @@ def test_every_kind_is_measured(pair, monkeypatch):
     profile = measure(pair, measuring, WARM, 0.0, [20], precision=0.9, tokens_per_prompt=4)
     numbers = {kind: len(of_kind) for kind, of_kind in profile.prompts.items()}
     assert numbers == dict.fromkeys("abcdef", 8) | {"rare": 1}
-    assert profile.latency.plain == StepTime.from_measured(profile).plain_seconds() > 0
+    assert profile.latency.plain == StepTime(profile.latency).plain_seconds() > 0
 
 
 def test_costly_sizes_are_timed_less_often(meter, monkeypatch):
