@@ -1,7 +1,5 @@
 """Profile -> token tree: the solvers, their objectives and the command line. Never needs torch."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

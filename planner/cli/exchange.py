@@ -76,7 +76,9 @@ def _export_model(output: str, role: str, target: str | None, draft: str | None)
                 shutil.copy(file, folder)
             name, contents = draft, ", bfloat16"
         else:
-            pair = load_pair(target, draft, "cpu", "float32", placement="resident")
+            pair = load_pair(
+                target=target, draft=draft, device="cpu", dtype="float32", placement="resident"
+            )
             save_model(pair, role, folder)
             name, contents = pair.metadata[role]["name"], " with its tokenizer, float32"
     click.echo(f"wrote {output}: the {role} {name}{contents}")

@@ -108,14 +108,14 @@ def sizes_option(name: str, parameter: str, maximum: int, text: str, **settings:
 
 
 def count_option(
-    *names: str, default: int | None, text: str, least: int = 1, most: int | None = None
+    *names: str, default: int, text: str, least: int = 1, most: int | None = None
 ) -> Decorator:
     """An option that takes a whole number."""
     return click.option(
         *names,
         type=click.IntRange(least, most),
         default=default,
-        show_default=default is not None,
+        show_default=True,
         help=text,
     )
 
@@ -180,6 +180,7 @@ model_options = options(
         bits=click.option(
             "--bits",
             type=click.Choice(["8", "4"]),
+            callback=lambda context, parameter, value: value and int(value),
             help="On a CPU: round the target's matrices to so many bits; says what that costs. "
             "[default: as they are]",
         ),

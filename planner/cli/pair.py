@@ -20,17 +20,7 @@ COMPILING = "compiling the passes for this processor, once: about 20 seconds"
 NOT_PREDICTED = "its predictions do not apply"
 
 
-def load_pair(
-    target: str | None,
-    draft: str | None,
-    device: str | None,
-    dtype: str,
-    offload: str | None = None,
-    memory: str | None = None,
-    placement: str = "auto",
-    bits: str | None = None,
-    draft_vocabulary: str | None = None,
-) -> Pair:
+def load_pair(**models: Any) -> Pair:
     """The models that the options name, loaded while a spinner is shown; warns about them."""
     with status("loading models") as show, when_numba_compiles(partial(show, COMPILING)):
         import torch
@@ -38,20 +28,16 @@ def load_pair(
         from sequoia_plan.profiler.hardware import default_device
         from sequoia_plan.runtime.pair import load_pair
 
-        device = device or default_device()
+        models["device"] = models["device"] or default_device()
         busy = ""
-        if device == "cpu" and placement == "auto":  # before loading makes cores busy
-            busy = _busy_text(torch.get_num_threads())
-        size = int(bits) if bits else None
+        if models["device"] == "cpu" and "placement" not in models:
+            busy = _busy_text(torch.get_num_threads())  # before loading makes cores busy
 
         def on_bytes(done: int, total: int) -> None:
             """Show how many bytes of a model are packed."""
             show(f"packing weights, once: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
-        pair = load_pair(
-            target, draft, device, dtype, placement, offload, memory, size, draft_vocabulary,
-            on_bytes,
-        )  # fmt: skip
+        pair = load_pair(**models, on_bytes=on_bytes)
     for remark in filter(None, [busy, *pair.remarks]):
         warn(remark)
     return pair

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sequoia_plan.planner.cli.options import (
+    check_outputs,
     count_option,
     file_option,
     json_option,
@@ -93,7 +94,6 @@ def profile(
     """Measure acceptance and latency on this machine. A killed run goes on where it was."""
     from dataclasses import replace
 
-    from sequoia_plan.artifacts.files import check_writable, refuse_to_replace
     from sequoia_plan.artifacts.prompts import BUILT_IN, load, measuring_half
     from sequoia_plan.planner.report.profile_summary import describe_profile
     from sequoia_plan.profiler import measure
@@ -104,8 +104,7 @@ def profile(
     if sampling["verifier"] is None:  # the best one, or the simplest where all agree
         settings = replace(settings, verifier="sequoia" if settings.greedy else "traversal")
     tree = _read_tree(tree_file) if tree_file else None
-    check_writable(output)
-    refuse_to_replace(output, prompts, tree_file)
+    check_outputs(output, None, prompts, tree_file)
     journal = click.get_current_context().with_resource(exclusive(output))
     all_prompts = load(prompts or BUILT_IN)
     pair = load_pair(**models)

@@ -3,8 +3,6 @@
 The parts are `sequoia_plan.artifacts`, `.planner`, `.profiler` and `.runtime`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

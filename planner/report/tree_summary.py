@@ -10,7 +10,7 @@ import numpy as np
 
 from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.expected_tokens import node_values
-from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Plan
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, IntervalEnds, Plan
 from sequoia_plan.artifacts.processor import processor_name, usable_cores
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.promise import MIN_KINDS
@@ -161,12 +161,12 @@ def at_least(match_length: int) -> str:
     return f"{match_length}+ tokens" if match_length else "no token"
 
 
-def _in_parentheses(ends: tuple[float, float] | None) -> str:
+def _in_parentheses(ends: IntervalEnds | None) -> str:
     """The ends of a 95 % interval in parentheses; empty for None."""
     return f" (95 %: {_low_to_high(ends)})" if ends else ""
 
 
-def _low_to_high(ends: tuple[float, float], unit: str = "") -> str:
+def _low_to_high(ends: IntervalEnds, unit: str = "") -> str:
     """The ends of an interval, as "1.20x to 1.40x"."""
     return f"{ends[0]:.2f}{unit} to {ends[1]:.2f}{unit}"
 

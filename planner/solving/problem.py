@@ -86,6 +86,19 @@ class SpeedProblem(Problem):
         num_unread = min(self.times.num_unread(tree), len(self.catch_up) - 1)
         return self.other_seconds + self.catch_up[num_unread]
 
+    def first_pass_seconds(self) -> dict[int, float]:
+        """Seconds of the first draft pass by the levels of the tree, where they are measured.
+
+        The width of that pass may depend on the depth that the draft is run for.
+        """
+        drafting, max_size = self.times.drafting, self.max_size
+        # A tree of n nodes has at most n levels.
+        max_depth = min(len(self.rows) + 1, max_size, drafting.max_depth or max_size)
+        depths = range(2, max_depth + 1)
+        widths = np.array([drafting.first_pass_width(depth) for depth in depths], int)
+        by_depth = zip(depths, self.times.draft_seconds(widths).tolist(), strict=True)
+        return {depth: seconds for depth, seconds in by_depth if np.isfinite(seconds)}
+
     def up_to(self, depth: int) -> SpeedProblem:
         """The same for trees of so many levels, each of which leaves unread what a chain does."""
         return replace(

@@ -9,7 +9,7 @@ from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval
-from sequoia_plan.artifacts.promise import MIN_PROMPTS, Values, interval_of_new_kind, promise
+from sequoia_plan.artifacts.promise import MIN_PROMPTS, Ends, Values, interval_of_new_kind, promise
 from sequoia_plan.artifacts.state import LEAST_SPEEDUP
 from sequoia_plan.artifacts.step_time import StepTime
 
@@ -26,7 +26,7 @@ def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
         kind: tuple(np.maximum(part, LEAST_SPEEDUP).tolist()) for kind, part in speedups.items()
     }
 
-    def bounded(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    def bounded(ends: Ends | None) -> Ends | None:
         """The ends of a speed-up's interval, none below the least one."""
         return ends and (max(ends[0], LEAST_SPEEDUP), max(ends[1], LEAST_SPEEDUP))
 
@@ -34,10 +34,8 @@ def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
         """The promise for as many prompts as were profiled; of few of many kinds, as if of one."""
         names = [kind for kind, of_kind in values.items() for _ in of_kind]
         if len(names) < len(values) + MIN_PROMPTS:
-            values, names = (
-                {"": [v for of_kind in values.values() for v in of_kind]},
-                [""] * len(names),
-            )
+            values = {"": [v for of_kind in values.values() for v in of_kind]}
+            names = [""] * len(names)
         return promise(values, names) if names else (None, None)
 
     median, speedup_ends = promised(speedups)

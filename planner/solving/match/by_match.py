@@ -6,11 +6,7 @@ from typing import Any
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
 from sequoia_plan.planner.solving.match.acceptance import without_repeats
-from sequoia_plan.planner.solving.match.portfolio import (
-    Portfolio,
-    fastest_portfolio,
-    step_figures,
-)
+from sequoia_plan.planner.solving.match.portfolio import fastest_portfolio, step_figures
 from sequoia_plan.planner.solving.match.recorded import DecodedAgain, Recording, figures_by_kind
 from sequoia_plan.planner.solving.problem import MAX_WORK, proven_bound
 
@@ -83,13 +79,14 @@ def _fastest_on_recorded_texts(
     best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
         # the texts decide, so a tenth of the usual work is enough here
-        decoded = recording.decode(_solve_beside(best, MAX_WORK // 10).trees)
+        found = fastest_portfolio(best.problems, best.shares, best.trees, MAX_WORK // 10)
+        decoded = recording.decode(found.trees)
         trees_so_far |= set(decoded.trees)
         if decoded.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
             break
         best = decoded
     best = _with_trees_exchanged(recording, best, trees_so_far)
-    return best, _solve_beside(best, MAX_WORK).bound
+    return best, fastest_portfolio(best.problems, best.shares, best.trees).bound
 
 
 def _with_trees_exchanged(
@@ -118,11 +115,6 @@ def _with_trees_exchanged(
                 if decoded.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
                     best, is_improved = decoded, True
     return best
-
-
-def _solve_beside(decoded: DecodedAgain, max_work: int) -> Portfolio:
-    """The fastest portfolio with the shares and the seconds to catch up of these trees."""
-    return fastest_portfolio(decoded.problems, decoded.shares, decoded.trees, max_work)
 
 
 def _with_by_match(trees: dict[int, TokenTree]) -> TokenTree:

@@ -162,16 +162,9 @@ def _evaluate_unfolded(problem: SpeedProblem, folded: FoldedTail, tree: TokenTre
 
 def _numbers_of_passes(problem: SpeedProblem) -> list[int]:
     """The numbers J of draft passes for each of which trees are searched, ascending."""
-    times, max_size = problem.times, problem.max_size
-    drafting = times.drafting
     # J passes draft the levels 1 to J: trees of J + 1 levels
-    deepest = min(len(problem.rows), max_size - 1, (drafting.max_depth or max_size) - 1)
-    pass_seconds = {
-        J: float(times.draft_seconds(drafting.first_pass_width(J + 1)))
-        for J in range(1, deepest + 1)
-    }
-    measured = {J: time for J, time in pass_seconds.items() if np.isfinite(time)}
-    if drafting.drafts_by_level:
-        return list(measured)
+    pass_seconds = {depth - 1: time for depth, time in problem.first_pass_seconds().items()}
+    if problem.times.drafting.drafts_by_level:
+        return list(pass_seconds)
     # One pass serves all levels: of equally long ones, that for the most levels is enough.
-    return sorted({time: J for J, time in measured.items()}.values())
+    return sorted({time: J for J, time in pass_seconds.items()}.values())

@@ -60,13 +60,11 @@ class MatchProblem:
 
 def _promising(problem: SpeedProblem, speed: float) -> SpeedProblem:
     """The problem without the levels that no tree of this speed has: a bound rules them out."""
-    num_levels = min(len(problem.rows), problem.max_size - 1)
-    while num_levels:
+    for num_levels in range(min(len(problem.rows), problem.max_size - 1), 0, -1):
         problem = replace(problem, rows=problem.rows[:num_levels])
         if problem.quick_bound(num_levels + 1) > speed:
-            break
-        num_levels -= 1
-    return replace(problem, rows=problem.rows[:num_levels])
+            return problem
+    return replace(problem, rows=problem.rows[:0])
 
 
 @dataclass(frozen=True)

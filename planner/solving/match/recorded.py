@@ -100,8 +100,7 @@ class Recording:
     def without_lookup(self) -> Recording:
         """The same for steps that do not look for the match, with trees that are drafted."""
         times = replace(self.times, looks_up=False)
-        drafted = [replace(problem.drafted, times=times) for problem in self.problems]
-        problems = [replace(p, drafted=d) for p, d in zip(self.problems, drafted, strict=True)]
+        problems = [replace(p, drafted=replace(p.drafted, times=times)) for p in self.problems]
         return Recording(self.texts, problems)
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:

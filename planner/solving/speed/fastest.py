@@ -60,17 +60,12 @@ def fastest_tree(problem: SpeedProblem, start: FastestTree | None = None) -> Fas
 def _depths_to_search(problem: SpeedProblem) -> list[int]:
     """Return the deepest depth for each distinct time of the first draft pass, deepest first.
 
-    The width of the first draft pass may depend on the depth that the draft is run for, and so may
-    what the draft leaves unread: both times count.
+    What the draft leaves unread may depend on the depth as well: both times count.
     """
-    drafting, max_size = problem.times.drafting, problem.max_size
-    # A tree of n nodes has at most n levels.
-    max_depth = min(len(problem.rows) + 1, max_size, drafting.max_depth or max_size)
-    depths = {}
-    for depth in range(2, max_depth + 1):
-        seconds = float(problem.times.draft_seconds(drafting.first_pass_width(depth)))
-        if np.isfinite(seconds):
-            depths[seconds, problem.seconds_beside(TokenTree.chain(depth))] = depth
+    depths = {
+        (seconds, problem.seconds_beside(TokenTree.chain(depth))): depth
+        for depth, seconds in problem.first_pass_seconds().items()
+    }
     return sorted(depths.values(), reverse=True)
 
 
