@@ -112,23 +112,14 @@ def compare(
         [[*t.by_match, *t.by_context], t.parents.tolist(), t.looks_up] for t in tree.all_trees
     ]
     hardware = fingerprint(pair.target.device)
-    work = [
-        models,
-        list(map(list, prompts)),
-        settings,
-        tokens,
-        list(methods),
-        shapes,
-        hardware,
-    ]
+    work = [models, list(prompts), settings, tokens, list(methods), shapes, hardware]
     runs = bench(methods, prompts, on_prompt, deadline, Journal(journal, work))
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
         method_tree, verifier = trees[name]
         prediction = prediction_for(method_tree.for_context(context), verifier, plan, settings)
-        is_predicted = bool(prediction.speedup) and method_tree == tree
         figures[name] = structs.replace(figures[name], prediction=prediction)
-        if is_predicted and plan.text_speedups:
+        if prediction.speedup and method_tree == tree and plan.text_speedups:
             kinds_decoded = list(kinds or [None] * len(prompts))[: len(runs[name])]
             figures[name] = predicted_by_kind(
                 figures[name], plan, kinds_decoded, runs[name], runs.get("plain")

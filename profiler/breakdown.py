@@ -57,7 +57,6 @@ def time_parts(step: CapturedStep, extent: int, sampling: Sampling) -> dict[str,
     if compiled := step.compiled(sampling):
         root = int(length)
         step_seconds = timed(step.device, lambda: step.launch(root, sampling)(root))[1]
-        step.sequence.length.copy_(length)
         *draft_passes, target, verify = compiled.seconds(step.compiled_tree)
         draft = sum(draft_passes)
     else:
@@ -67,6 +66,6 @@ def time_parts(step: CapturedStep, extent: int, sampling: Sampling) -> dict[str,
         verify = timed(step.device, run_verification)[1]
         step.sequence.length.copy_(length)  # undoes the tokens that were committed
         step_seconds = timed(step.device, run_step)[1]
-        step.sequence.length.copy_(length)
+    step.sequence.length.copy_(length)
     parts = {"draft": draft, "target": target, "verify": verify}
     return {"step": step_seconds, **parts, "host": step_seconds - sum(parts.values())}

@@ -167,8 +167,10 @@ class ForcedAcceptance:
             drafted_probs[positions] = children.expected_acceptance().cpu().numpy()
             if lookup and (is_here := np.isin(lookup.token_positions, positions)).any():
                 rows = np.searchsorted(positions, lookup.token_positions[is_here])
-                looked_up = torch.from_numpy(rows), torch.from_numpy(lookup.tokens[is_here])
-                probs = children.looked_up_acceptance(*(part.to(step.device) for part in looked_up))
+                looked_up = (rows, lookup.tokens[is_here])
+                probs = children.looked_up_acceptance(
+                    *(torch.from_numpy(part).to(step.device) for part in looked_up)
+                )
                 looked_up_probs[is_here] = probs.cpu().numpy()
         return drafted_probs, looked_up_probs
 

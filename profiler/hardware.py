@@ -17,9 +17,9 @@ from sequoia_plan.runtime.models.layer_operations import silu_mul
 TIME_KEYS = ("device", "processor", "threads", "gpu", "torch")
 """Keys of a fingerprint that change step times."""
 MODEL_KEYS = (
-    *("dtype", "placement", "weights", "vocabulary", "resident_layers", "fused_layers", "content"),
+    "dtype", "placement", "weights", "vocabulary", "resident_layers", "fused_layers", "content",
     "digest",
-)
+)  # fmt: skip
 """Keys of a model's metadata that change acceptance or step times."""
 
 

@@ -55,8 +55,9 @@ class LatencyMeter:
             )
         self.prompt = text_prompt(pair, context, texts)
         assert self.step.drafter is not None
+        self.drafter = self.step.drafter
         if self.step.models.max_children == 1:
-            max_size = min(max_size, self.step.drafter.drafting.max_depth or MAX_CHAIN)
+            max_size = min(max_size, self.drafter.drafting.max_depth or MAX_CHAIN)
         self.sizes = [size for size in SIZES if size <= max_size]
         self.timers: list[SizeTimer] = []
         self.verification_timers: list[VerificationTimer] = []
@@ -68,8 +69,7 @@ class LatencyMeter:
     @torch.inference_mode()
     def begin(self, max_tokens: float) -> None:
         """Time each size a few times, up to one that costs more than `max_tokens` plain passes."""
-        drafter, sampling = self.step.drafter, self.sampling
-        assert drafter is not None
+        drafter, sampling = self.drafter, self.sampling
         if self.step.models.graphs and not sampling.greedy:
             # reserve random numbers for all sizes at once: if their memory moved later, every
             # graph would be captured anew

@@ -89,9 +89,7 @@ class LookupTrials:
         chosen = has_match & (runs < MAX_RUN) & (places < count)
         chosen &= is_trial[np.minimum(places, count - 1)]
         self.off_spine = _rows(classes, levels, 1)[chosen], places[chosen]
-        self.text = write_positions(
-            list(map(Position, match_lengths.tolist(), run_lengths.tolist()))
-        )
+        self.text = write_positions(map(Position, match_lengths.tolist(), run_lengths.tolist()))
 
     def tally(self, drafted_probs: Floats, looked_up_probs: Floats) -> dict[str, Any]:
         """Trials and accepted children by class of match, level and node class.

@@ -56,7 +56,7 @@ def measure_acceptance(
     """
     work = [
         pair.metadata,
-        [list(map(int, prompt)) for prompt in prompts],
+        list(map(list, prompts)),
         sampling.settings(),
         tokens_per_prompt,
         RANKS,
@@ -161,8 +161,6 @@ def measure(
         seconds=acceptance_seconds,
         min_prompts=1 + max(i for i, k in enumerate(kinds) if kinds[:i].count(k) < MIN_PROMPTS),
     )
-    drafter = meters[0].step.drafter
-    assert drafter is not None
     latency, *longer = (meter.finish(latency_seconds) for meter in meters)
     return Profile(
         acceptance=Acceptance.counted(observed.totals()),
@@ -174,7 +172,7 @@ def measure(
         tree_size=tree.size if tree else None,
         prompts=observed.by_prompt(kinds),
         lookup=lookup_counts(observed.lookup, kinds),
-        drafting=drafter.drafting,
+        drafting=meters[0].drafter.drafting,
     )
 
 

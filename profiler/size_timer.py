@@ -33,6 +33,7 @@ class SizeTimer:
     ) -> None:
         self.size, self.sampling, self.times_draft, self.interval = size, sampling, times_draft, 1
         assert step.drafter is not None
+        self.drafter = step.drafter
         num_children = min(3, step.models.max_children)
         self.step = step.with_tree(bushy(size, step.drafter.drafting.max_depth, num_children))
         # its second draft pass reads `size` nodes, and draws a child of each
@@ -107,8 +108,7 @@ class SizeTimer:
 
         A DFlash pass draws nothing: there, drawing is timed with verification.
         """
-        sequence, sampling, drafter = self.step.sequence, self.sampling, self.step.drafter
-        assert drafter is not None
+        sequence, sampling, drafter = self.step.sequence, self.sampling, self.drafter
         numbers_per_node = sampling.drawing_on(self.step.device).columns(drafter.vocabulary, 1)
         new_nodes = self.draft_input.new_nodes
         num_random = 0 if sampling.greedy else new_nodes.numel() * numbers_per_node
