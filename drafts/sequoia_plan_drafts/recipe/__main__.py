@@ -5,8 +5,6 @@ that reads the target's hidden states, and `mtp` a head for the target's own che
 docs/draft.md has the whole way.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

@@ -176,11 +176,9 @@ def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:
     `scale` float [layers * width].
     """
     checkpoint = find_checkpoint(folder)
-    draft: Any = None
-    if checkpoint:
-        draft = load_checkpoint(
-            checkpoint, backends.place(target, backends.RESIDENT), torch.float32
-        )
+    draft: Any = checkpoint and load_checkpoint(
+        checkpoint, backends.place(target, backends.RESIDENT), torch.float32
+    )
     layers = eagle3_default_layers(target.config.num_hidden_layers)
     norms = (Eagle3Norms(), Eagle3Norms(before_residual=True))  # what `write_eagle3` can write
     if (

@@ -83,11 +83,6 @@ class Lane:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
 
-    def next_slots(self, limit: int) -> range:
-        """The next tokens to read, at most `limit`, as slots."""
-        end = min(len(self.tokens), self.num_read + limit)
-        return range(self.first_slot + self.num_read, self.first_slot + end)
-
 
 class Writer:
     """Lets the target write `rows` conversations side by side, each in slots of its own.
@@ -163,24 +158,23 @@ class Writer:
 
     def read(self, lanes: Sequence[Lane]) -> None:
         """One pass over what the lanes have not read, at most twice as many tokens as lanes."""
-        spare, slots, lane_starts = len(lanes), [], []
+        spare, tokens, positions, starts = len(lanes), [], [], []
         parts: list[tuple[Lane, int]] = []
         for lane in lanes:
-            lane_slots = lane.next_slots(1 + spare)
-            spare -= len(lane_slots) - 1
-            parts.append((lane, len(lane_slots)))
-            slots += lane_slots
-            lane_starts += [lane.first_slot] * len(lane_slots)
-        slot, start = torch.tensor(slots), torch.tensor(lane_starts)
-        tokens = torch.tensor([
-            token for lane, count in parts
-            for token in lane.tokens[lane.num_read : lane.num_read + count]
-        ])  # fmt: skip
+            unread = lane.tokens[lane.num_read :][: 1 + spare]
+            count = len(unread)
+            spare -= count - 1
+            parts.append((lane, count))
+            tokens += unread
+            positions += range(lane.num_read, lane.num_read + count)
+            starts += [lane.first_slot] * count
+        position, start = torch.tensor(positions), torch.tensor(starts)
+        slot = start + position
         columns = torch.arange(self.cache.capacity)
         visible = (columns <= slot[:, None]) & (columns >= start[:, None])
         output = self.target(
-            self.cache, tokens, slot - start, slot, additive_mask(visible, self.target.dtype),
-            hidden_states=self.hidden_states,
+            self.cache, torch.tensor(tokens), position, slot,
+            additive_mask(visible, self.target.dtype), hidden_states=self.hidden_states,
         )  # fmt: skip
         logits = output.logits.float()
         top_logits, top_ids = logits.topk(TOP)
