@@ -7,12 +7,7 @@ safetensors, msgspec and pyyaml.
 from sequoia_plan.artifacts.acceptance import Acceptance
 from sequoia_plan.artifacts.bench_result import BenchResult
 from sequoia_plan.artifacts.counts import Counts
-from sequoia_plan.artifacts.drafting import (
-    EAGLE_DRAFT,
-    LANGUAGE_MODEL,
-    Drafting,
-    dflash_draft,
-)
+from sequoia_plan.artifacts.drafting import EAGLE_DRAFT, LANGUAGE_MODEL, Drafting, dflash_draft
 from sequoia_plan.artifacts.errors import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.latency import Latency, StreamCost, VerificationCost
 from sequoia_plan.artifacts.plan import Plan

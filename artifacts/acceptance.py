@@ -103,7 +103,7 @@ class Acceptance:
         num_levels, num_classes, _ = self.rates.shape
         if num_classes > 1:
             return self.rates.tolist()  # p[level][node class][rank]
-        by_level: list[Any] = self.rates[:, 0].tolist()  # p[level][rank]
+        by_level = self.rates[:, 0].tolist()  # p[level][rank]
         return by_level if num_levels > 1 else by_level[0]
 
     def without_counts(self) -> Acceptance:
@@ -121,8 +121,7 @@ class Acceptance:
         """
         if self.counts is None:
             return self.rates[0, 0]
-        accepted, trials = self.counts.accepted.sum((0, 1)), self.counts.trials.sum()
-        return rounded(accepted / trials)
+        return rounded(self.counts.accepted.sum((0, 1)) / self.counts.trials.sum())
 
     def at_depth(self, depth: int, branching: int | None = None) -> Floats:
         """The rates for each level of trees with `depth` levels.

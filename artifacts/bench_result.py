@@ -42,8 +42,7 @@ class Prediction(Artifact, frozen=True):
         "95 % interval of `speedup` on as many prompts of these kinds, for the tree under test",
     ] = None
     interval_new_kind: Annotated[
-        tuple[Number, Number] | None,
-        "the same for prompts of a kind that was not profiled",
+        tuple[Number, Number] | None, "the same for prompts of a kind that was not profiled"
     ] = None
 
 
@@ -69,13 +68,11 @@ class MethodResult(
     tokens_per_second: Annotated[Spread, "new tokens over wall time, the prompt's prefill included"]
     first_token_seconds: Annotated[Spread, "seconds until the first new tokens"]
     tokens_per_second_by_prompt: Annotated[
-        tuple[Number, ...],
-        "tokens a second after the first tokens, for each prompt",
+        tuple[Number, ...], "tokens a second after the first tokens, for each prompt"
     ]
     speedup: Annotated[dict[str, Ratio], "speed-up over other methods, by their name"]
     tokens_per_step: Annotated[
-        Number | None,
-        "new tokens over passes of the target; missing where these are unknown",
+        Number | None, "new tokens over passes of the target; missing where these are unknown"
     ] = None
     prediction: Annotated[
         Prediction | None,

@@ -25,10 +25,7 @@ MAX_KINDS = 64
 """A file with more kinds than this names its prompts, not their kinds."""
 ALL_KINDS = "all"
 """In place of the kind of prompts that name none."""
-PromptKind = Annotated[
-    str,
-    Meta(pattern=f"^.{{1,{MAX_KIND_LENGTH}}}$"),
-]
+PromptKind = Annotated[str, Meta(pattern=f"^.{{1,{MAX_KIND_LENGTH}}}$")]
 
 
 class ClassCounts(Artifact, frozen=True):

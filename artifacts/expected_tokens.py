@@ -57,12 +57,9 @@ def max_expected_tokens(rates: Floats, size: int) -> float:
     total = 0.0
     heap = [(-1.0, 0, 0)]  # -value, level and node class of nodes whose parent is counted already
     for _ in range(size):
-        if not heap:
-            break
         negative_value, level, node_class = heapq.heappop(heap)
         total -= negative_value
         for rank, p in enumerate(table[min(level, len(table) - 1)][node_class]):
-            if p > 0:
-                child_class = node_class if rank == 0 else off_spine
-                heapq.heappush(heap, (negative_value * p, level + 1, child_class))
+            child_class = node_class if rank == 0 else off_spine
+            heapq.heappush(heap, (negative_value * p, level + 1, child_class))
     return total

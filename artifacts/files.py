@@ -2,7 +2,7 @@
 
 import errno
 import os
-import stat
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,10 +26,10 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     """
     target = Path(os.path.realpath(path))
     try:
-        old_mode = target.stat().st_mode if os.path.exists(target) else None
-        if old_mode is not None and stat.S_ISDIR(old_mode):
+        if os.path.isdir(target):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if old_mode is not None and not stat.S_ISREG(old_mode):
+        is_file = os.path.isfile(target)
+        if os.path.exists(target) and not is_file:
             target.write_bytes(data)  # a terminal or a pipe cannot be replaced
             return
         with _place_beside(target) as temporary:
@@ -37,8 +37,8 @@ def write_atomically(path: str | Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            if old_mode is not None:
-                os.chmod(temporary, stat.S_IMODE(old_mode))
+            if is_file:
+                shutil.copymode(target, temporary)
             os.replace(temporary, target)
     except OSError as error:
         problem = error.strerror or error

@@ -15,7 +15,7 @@ from msgspec import ValidationError
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.files import read_json, write_atomically
-from sequoia_plan.artifacts.tree import TokenTree
+from sequoia_plan.artifacts.tree import TokenTree, children_of
 
 MAX_NODES = 4096
 """These formats grow with the square of the size, and engines take some hundred nodes at most."""
@@ -57,7 +57,7 @@ def to_nxd(tree: TokenTree) -> dict[str, list[str]]:
     """
     return {
         str(node): list(map(str, children))
-        for node, children in enumerate(_children(tree))
+        for node, children in enumerate(children_of(tree))
         if children or node == 0
     }
 
@@ -94,7 +94,7 @@ def to_growmap(tree: TokenTree) -> dict[str, Any]:
     of each node, mask the attention mask, depth the level of each node, and size the number of
     nodes.
     """
-    children = _children(tree)
+    children = children_of(tree)
     levels = [list(range(*ends)) for ends in pairwise(tree.level_offsets.tolist())]
     return {
         "roots": levels,
@@ -124,10 +124,7 @@ def from_growmap(document: Mapping[str, Any]) -> TokenTree:
     return tree
 
 
-FORMATS: dict[str, Callable[[TokenTree], Any]] = {
-    "nxd": to_nxd,
-    "growmap": to_growmap,
-}
+FORMATS: dict[str, Callable[[TokenTree], Any]] = {"nxd": to_nxd, "growmap": to_growmap}
 """For each format of `export_tree`, the function that gives its JSON document."""
 
 
@@ -137,9 +134,3 @@ def _converted(document: Any, expected: Any, name: str) -> Any:
         return msgspec.convert(document, expected)
     except ValidationError as error:
         raise SequoiaPlanError(f"{name}: {error}") from error
-
-
-def _children(tree: TokenTree) -> list[list[int]]:
-    """The children of every node."""
-    parts = np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)
-    return [part.tolist() for part in parts]

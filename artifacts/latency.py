@@ -78,8 +78,7 @@ class Latency(Artifact, frozen=True):
         Size | None, "the smallest size for which the memory did not suffice"
     ] = None
     verification: Annotated[
-        VerificationCost | None,
-        "seconds of verifying any tree and of committing the accepted path",
+        VerificationCost | None, "seconds of verifying any tree and of committing the accepted path"
     ] = None
     stream: Annotated[
         StreamCost | None,

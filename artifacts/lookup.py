@@ -27,8 +27,7 @@ class MatchClass(Artifact, frozen=True):
 
     match_length: Annotated[Count, "the shortest match of the class, in tokens; 0 for none"]
     drafted: Annotated[
-        Counts | None,
-        "counts by level of steps in this class: all children are drafted",
+        Counts | None, "counts by level of steps in this class: all children are drafted"
     ] = None
     looked_up: Annotated[
         Counts | None,

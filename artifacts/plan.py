@@ -81,8 +81,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
         "tokens a second with at most as many)",
     ] = None
     solver: Annotated[
-        str | None,
-        "`best-first`, `dynamic program` or `branch and bound` (for `speed`)",
+        str | None, "`best-first`, `dynamic program` or `branch and bound` (for `speed`)"
     ] = None
     expected_tokens: Annotated[
         TokensPerStep | None,
@@ -96,8 +95,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
     ] = None
     step_seconds: Annotated[Seconds | None, "predicted duration of a step"] = None
     predicted_speedup: Annotated[
-        SpeedupFactor | None,
-        "over plain decoding on the same engine; only with `step_seconds`",
+        SpeedupFactor | None, "over plain decoding on the same engine; only with `step_seconds`"
     ] = None
     speedup_bound: Annotated[
         SpeedupFactor | None,

@@ -5,9 +5,9 @@ import platform
 from pathlib import Path
 
 INSTRUCTION_SETS = (
-    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
-    *("asimd", "asimddp", "bf16", "i8mm", "sve"),
-)
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8",
+    "asimd", "asimddp", "bf16", "i8mm", "sve",
+)  # fmt: skip
 """Instruction sets of x86 and Arm that decide which dtype is fast, under Linux's names."""
 CPUINFO = Path("/proc/cpuinfo")
 

@@ -108,7 +108,6 @@ def load(path: str | Path) -> list[Prompt]:
         raise SequoiaPlanError(
             f"{path}: holds NUL characters, as UTF-16 does; expected UTF-8, .jsonl or plain text"
         )
-    prompts: list[Prompt]
     name = str(path).lower()
     if name.endswith(JSON_LINES):
         lines = enumerate(text.split("\n"), 1)  # splitlines would split at U+2028 within JSON text

@@ -231,6 +231,12 @@ class TokenTree:
         return f"TokenTree({self})"
 
 
+def children_of(tree: TokenTree) -> list[list[int]]:
+    """The children of every node."""
+    parts = np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)
+    return [part.tolist() for part in parts]
+
+
 def _last_reached(trees: Mapping[int, TokenTree], number: int) -> TokenTree:
     """The tree with the largest key that is at most `number`."""
     return trees[max(start for start in trees if start <= number)]

@@ -33,6 +33,7 @@ CATALOG = Path(__file__).parent / "catalog"
 
 
 Length = Annotated[int, Meta(ge=1, lt=2**31)]
+Tensors = dict[str, NDArray[Any]]
 
 
 class TreeHeader(Artifact, frozen=True):
@@ -68,12 +69,12 @@ def load_tree(path: str | Path) -> TokenTree:
         SequoiaPlanError: if there is no such file or name, or the file is truncated, is of another
             format or version, or contradicts itself.
     """
-    if str(path) in catalog() and not os.path.exists(path):
-        return from_bytes((CATALOG / f"{path}.safetensors").read_bytes(), str(path))
-    expected = f"a tree file written by {MADE_BY}"
+    source, expected = path, f"a tree file written by {MADE_BY}"
     if not os.path.exists(path):
         expected += f", or a tree of the catalog: {', '.join(catalog())}"
-    return from_bytes(read_bytes(path, expected), str(path))
+        if str(path) in catalog():
+            source = CATALOG / f"{path}.safetensors"
+    return from_bytes(read_bytes(source, expected), str(path))
 
 
 def catalog() -> list[str]:
@@ -128,7 +129,7 @@ def _header_of(tree: TokenTree) -> TreeHeader:
     return TreeHeader(tree.plan, by_match)
 
 
-def _tree(header: TreeHeader, tensors: dict[str, NDArray[Any]], prefix: str) -> TokenTree:
+def _tree(header: TreeHeader, tensors: Tensors, prefix: str) -> TokenTree:
     """The tree whose tensors' names begin with `prefix`, with its trees by match."""
     by_match = {
         length: TokenTree(_parents(tensors, f"{prefix}by_match.{length}."), looks_up=looks_up)
@@ -154,7 +155,7 @@ def _header(data: bytes, name: str) -> Header:
     return Header.from_dict(document, name)
 
 
-def _parents(tensors: dict[str, NDArray[Any]], prefix: str) -> NDArray[Any]:
+def _parents(tensors: Tensors, prefix: str) -> NDArray[Any]:
     """The parents of one of the file's trees, whose tensors' names begin with `prefix`."""
     parents = tensors.get(f"{prefix}parents", np.zeros(()))
     if parents.dtype != np.int32 or parents.ndim != 1:
@@ -162,7 +163,7 @@ def _parents(tensors: dict[str, NDArray[Any]], prefix: str) -> NDArray[Any]:
     return parents
 
 
-def _all_tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
+def _all_tensors(tree: TokenTree) -> Tensors:
     """The tensors of the file by name: the tree's, and those of its trees by match and context."""
     tensors = _tensors(tree)
     for length, other in tree.by_match.items():
@@ -172,10 +173,10 @@ def _all_tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
     return tensors
 
 
-def _tensors(tree: TokenTree) -> dict[str, NDArray[Any]]:
+def _tensors(tree: TokenTree) -> Tensors:
     """The tensors of one tree by name. The parents decide all others."""
     names = ["parents", "ranks", "position_ids", "first_child", "child_count", "level_offsets"]
-    tensors: dict[str, NDArray[Any]] = {name: getattr(tree, name) for name in names}
+    tensors: Tensors = {name: getattr(tree, name) for name in names}
     if tree.size <= MAX_NODES_WITH_MASK:
         tensors["attention_mask"] = np.packbits(tree.attention_mask, axis=1, bitorder="little")
     return tensors
