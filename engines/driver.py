@@ -48,9 +48,9 @@ class Driver:
         import vllm
 
         config = {"speculative_config": speculative} if speculative else {}
-        self.vllm: Any = vllm
-        self.llm: Any = vllm.LLM(model=model, **config, **{"disable_log_stats": False, **options})
-        self.engine: Any = self.llm.llm_engine
+        self.vllm = vllm
+        self.llm = vllm.LLM(model=model, **config, **{"disable_log_stats": False, **options})
+        self.engine = self.llm.llm_engine
         self.request_ids = count()
         return vllm.__version__, vllm.platforms.current_platform.device_type
 

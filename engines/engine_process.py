@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,10 @@ def advised(text: str, advice: Mapping[str, str] = ADVICE) -> str:
     return "".join([" ".join(text.split()), *hints[:1]])
 
 
-class EngineProcess(AbstractContextManager["EngineProcess"]):
+class EngineProcess:
     """A driver script in a session of its own; see `driver.py`.
 
-    The session ends with `with EngineProcess(...)`, and with this program, however it ends.
+    The session ends with `close`, and with this program, however it ends.
     """
 
     def __init__(self, python: str, command: Sequence[str] = ()) -> None:
@@ -125,6 +125,3 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
             pass  # closes its streams, and waits for it
         if not self._has_failed:
             self.log.unlink(missing_ok=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

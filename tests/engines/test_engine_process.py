@@ -31,8 +31,9 @@ def start(engine, model="works"):
 
 @pytest.fixture
 def engine():
-    with EngineProcess(sys.executable) as engine:
-        yield engine
+    engine = EngineProcess(sys.executable)
+    yield engine
+    engine.close()
 
 
 def decode(engine, prompts, texts_before, tokens, **options):
