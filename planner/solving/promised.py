@@ -94,5 +94,5 @@ def ratios_by_kind(profile: Profile) -> dict[str, tuple[Floats, list[Floats]]]:
 
 def scaled(rates: Floats, ratios: Floats) -> Floats:
     """The rates [..., ranks] times the ratios, with sums of at most 1."""
-    result: Floats = rates * ratios[: rates.shape[-1]]
+    result = rates * ratios[: rates.shape[-1]]
     return result / np.maximum(1.0, result.sum(-1, keepdims=True))

@@ -116,7 +116,9 @@ def solve(
                 "nothing else proposes tokens then; give latencies, and leave --no-lookup out"
             )
         if not times or objective == "tokens":
-            tree, figures = _tree_of_most_tokens(measured, problem, times)
+            tree = best_tree(problem)
+            figures = _tree_figures(tree, measured, times)
+            figures["upper_bound"] = figures["expected_tokens"]  # it is the optimum
         elif recording:
             tree, figures = trees_by_match(measured, recording, fastest_tree(timed).tree)
         else:
@@ -150,15 +152,6 @@ def _checked_objective(objective: str | None, profile: Profile) -> str:
             "objective tokens"
         )
     return objective
-
-
-def _tree_of_most_tokens(
-    profile: Profile, problem: Problem, times: StepTime | None
-) -> tuple[TokenTree, dict[str, Any]]:
-    """The tree of most expected tokens, which are the proven bound, and what its plan says."""
-    tree = best_tree(problem)
-    figures = _tree_figures(tree, profile, times)
-    return tree, figures | {"upper_bound": figures["expected_tokens"]}
 
 
 def _fastest_tree(profile: Profile, problem: SpeedProblem) -> tuple[TokenTree, dict[str, Any]]:

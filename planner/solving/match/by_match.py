@@ -63,7 +63,7 @@ def trees_by_match(
         "speedup_bound": proven_bound(speedup, bound * plain_seconds),
         "by_match": tuple(by_match),
         "tree_speedup": recording.without_lookup().decode(base_trees).speed * plain_seconds,
-        **figures_by_kind(profile, tree, recording),
+        **figures_by_kind(profile, decoded.trees, recording),
     }
 
 

@@ -43,17 +43,16 @@ class FoldedTail:
         more than other nodes can have. Their children of higher ranks have the value 0, so a tree
         with any is no faster than one of fewer nodes; no speculation stands for it.
         """
-        may_have_more = np.zeros(tree.size, bool)
-        if tree.depth > len(self.rows):
-            may_have_more[tree.level_offsets[len(self.rows) - 1]] = True
-        if (tree.child_count[~may_have_more] > self.branching).any():
+        num_levels, child_counts = len(self.rows), tree.child_count.tolist()
+        has_tail = tree.depth > num_levels
+        if has_tail:
+            # the spine's nodes are the first of their levels
+            last_parent, level_start = tree.level_offsets[num_levels - 1 :][:2].tolist()
+            count = child_counts.pop(last_parent)
+        if max(child_counts) > self.branching:
             return TokenTree.chain(1)
-        if tree.depth <= len(self.rows):
+        if not has_tail:
             return TokenTree(tree.parents, looks_up=True)
-        # the spine's nodes are the first of their levels
-        level_start = int(tree.level_offsets[len(self.rows)])
-        last_parent = int(tree.level_offsets[len(self.rows) - 1])
-        count = int(tree.child_count[last_parent])
         tail_length = int(self.tail_length[count])
         num_children = min(tail_length, 1) + int(self.num_drafted[count])
         others = tree.parents[level_start + count :]
@@ -152,7 +151,7 @@ def fastest_looked_up_tree(problem: SpeedProblem, start: FastestTree) -> Fastest
             break
         best, searched_bound = search(part, best, partial(_evaluate_unfolded, problem, folded))
         bound = max(bound, min(searched_bound, quick_bound))
-    return FastestTree(best.tree, best.speed, proven_bound(best.speed, bound))
+    return best._replace(bound=proven_bound(best.speed, bound))
 
 
 def _evaluate_unfolded(problem: SpeedProblem, folded: FoldedTail, tree: TokenTree) -> FastestTree:

@@ -22,7 +22,6 @@ import numpy as np
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.acceptance import rounded
 from sequoia_plan.artifacts.counts import Floats
-from sequoia_plan.artifacts.lookup import LookupCounts
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.match.acceptance import (
     drafted_acceptance,
@@ -34,12 +33,7 @@ from sequoia_plan.planner.solving.match.portfolio import (
     step_figures,
     tokens_per_second,
 )
-from sequoia_plan.planner.solving.match.replay import (
-    MAX_RUN,
-    RecordedText,
-    recorded_texts,
-    replay,
-)
+from sequoia_plan.planner.solving.match.replay import MAX_RUN, RecordedText, recorded_texts, replay
 from sequoia_plan.planner.solving.problem import SpeedProblem
 from sequoia_plan.planner.solving.promised import promised_figures, ratios_by_kind, scaled
 
@@ -47,27 +41,6 @@ MIN_SHARE = 1e-4
 """A class that never came up counts as if it had this share of steps: it has a tree as well."""
 MAX_UNREAD = 64
 """Tokens that the draft may leave unread; it then reads them in any case."""
-
-
-def match_problems(
-    profile: Profile, lookup: LookupCounts, base: SpeedProblem, depth: int, branching: int | None
-) -> list[MatchProblem]:
-    """What the tree of each class of match is solved for, with limits and times of `base`.
-
-    `depth` limits looked-up spines. A class with too few counts of looked-up tokens has those of
-    the class before it.
-    """
-    problems: list[MatchProblem] = []
-    for match_class in lookup.classes:
-        acceptance = drafted_acceptance(profile, match_class)
-        drafted = replace(base, rows=acceptance.at_depth(len(base.rows) + 1, branching))
-        looked_up = None
-        if match_class.match_length > 0:
-            looked_up = problems[-1].looked_up
-            if rates := looked_up_acceptance(match_class, acceptance):
-                looked_up = replace(base, rows=rates.at_depth(depth, branching))
-        problems.append(MatchProblem(match_class.match_length, drafted, looked_up))
-    return problems
 
 
 @dataclass(frozen=True)
@@ -132,14 +105,24 @@ def recorded(
 ) -> Recording | None:
     """What a profile recorded for trees of at most `depth` levels; None without a text.
 
-    `base` has the limits of drafted trees and the step times.
+    `base` has the limits of drafted trees and the step times. A class with too few counts of
+    looked-up tokens has those of the class before it.
     """
     lookup = profile.lookup
     if lookup is None:
         return None
     texts = recorded_texts(chain.from_iterable(lookup.texts.values()), lookup.match_lengths)
     base = replace(base, times=replace(base.times, looks_up=True))
-    problems = match_problems(profile, lookup, base, min(depth, MAX_RUN), branching)
+    problems: list[MatchProblem] = []
+    for match_class in lookup.classes:
+        acceptance = drafted_acceptance(profile, match_class)
+        drafted = replace(base, rows=acceptance.at_depth(len(base.rows) + 1, branching))
+        looked_up = None
+        if match_class.match_length > 0:
+            looked_up = problems[-1].looked_up
+            if rates := looked_up_acceptance(match_class, acceptance):
+                looked_up = replace(base, rows=rates.at_depth(min(depth, MAX_RUN), branching))
+        problems.append(MatchProblem(match_class.match_length, drafted, looked_up))
     return Recording(texts, problems) if texts else None
 
 
@@ -172,12 +155,13 @@ def _as_shares(counts: Floats) -> Floats:
     return counts / max(counts.sum(), 1e-300)
 
 
-def figures_by_kind(profile: Profile, tree: TokenTree, recording: Recording) -> dict[str, Any]:
+def figures_by_kind(
+    profile: Profile, trees: tuple[TokenTree, ...], recording: Recording
+) -> dict[str, Any]:
     """What a plan promises over plain decoding by text and kind, and tokens a step by kind."""
     text_speedups: dict[str, tuple[float, ...]] = {}
     tokens_by_kind: dict[str, float] = {}
     lengths = [problem.match_length for problem in recording.problems]
-    trees = tuple(map(tree.for_match, lengths))
     plain_seconds = recording.times.plain_seconds()
 
     def decode(texts: tuple[str, ...], ratios: Floats) -> DecodedAgain | None:

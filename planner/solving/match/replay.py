@@ -60,9 +60,7 @@ def recorded_texts(texts: Iterable[str], match_lengths: Sequence[int]) -> list[R
 
 
 def replay(
-    texts: Sequence[RecordedText],
-    trees: Sequence[TokenTree],
-    rows: Sequence[Floats],
+    texts: Sequence[RecordedText], trees: Sequence[TokenTree], rows: Sequence[Floats]
 ) -> Replay:
     """Decode recorded texts again with one tree for each class of match.
 
@@ -142,5 +140,5 @@ def advance_table(tree: TokenTree, rows: Floats) -> Floats:
         reached[:, start:stop] *= reached[:, tree.parents[start:stop]]
     # at most one node of a level is accepted, so a step has a token of the level that often
     at_least = np.add.reduceat(reached, tree.level_offsets[:-1], axis=1)
-    lengths: Floats = np.maximum(0.0, -np.diff(at_least, append=0.0))
+    lengths = np.maximum(0.0, -np.diff(at_least, append=0.0))
     return lengths / lengths.sum(1, keepdims=True)

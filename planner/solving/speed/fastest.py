@@ -54,7 +54,7 @@ def fastest_tree(problem: SpeedProblem, start: FastestTree | None = None) -> Fas
     for depth in _depths_to_search(problem):
         best, bound_up_to_depth = search(problem.up_to(depth), best, problem.evaluate)
         bound = max(bound, bound_up_to_depth)
-    return FastestTree(best.tree, best.speed, proven_bound(best.speed, bound))
+    return best._replace(bound=proven_bound(best.speed, bound))
 
 
 def _depths_to_search(problem: SpeedProblem) -> list[int]:
