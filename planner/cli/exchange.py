@@ -4,7 +4,7 @@ import shutil
 
 import click
 
-from sequoia_plan.planner.cli.options import NAME, PATH, output_option, target_option
+from sequoia_plan.planner.cli.options import PATH, name_option, output_option, target_option
 from sequoia_plan.planner.cli.pair import load_pair
 
 
@@ -20,11 +20,10 @@ from sequoia_plan.planner.cli.pair import load_pair
 )
 @click.option("-o", "--output", type=PATH, required=True, help="Write it there.")
 @target_option
-@click.option(
+@name_option(
     "--draft",
     metavar="FILE",
-    type=NAME,
-    help="With --format draft: a draft .safetensors file, or smollm2-135m-draft. [default: "
+    text="With --format draft: a draft .safetensors file, or smollm2-135m-draft. [default: "
     "smollm2-135m-eagle3]",
 )
 def export_command(
@@ -54,12 +53,7 @@ def export_command(
 def _export_model(output: str, role: str, target: str | None, draft: str | None) -> None:
     """Write the target or the draft as a folder that transformers and vLLM load."""
     from sequoia_plan.artifacts.files import new_folder
-    from sequoia_plan.runtime.pair import (
-        DEFAULT_DRAFT,
-        EMBEDDED_DRAFTS,
-        embedded_draft,
-        save_model,
-    )
+    from sequoia_plan.runtime.pair import DEFAULT_DRAFT, EMBEDDED_DRAFTS, embedded_draft, save_model
 
     if role == "target":
         draft = "none"

@@ -31,7 +31,7 @@ class Text(click.types.StringParamType):
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> str:
         """The text as it is, unless it is empty."""
-        text: str = super().convert(value, parameter, context)
+        text = super().convert(value, parameter, context)
         if not text.strip():
             self.fail(f"found {text!r}, expected a {self.name}", parameter, context)
         return text
@@ -112,12 +112,13 @@ def count_option(
 ) -> Decorator:
     """An option that takes a whole number."""
     return click.option(
-        *names,
-        type=click.IntRange(least, most),
-        default=default,
-        show_default=True,
-        help=text,
+        *names, type=click.IntRange(least, most), default=default, show_default=True, help=text
     )
+
+
+def name_option(*names: str, text: str, **settings: Any) -> Decorator:
+    """An option that takes a name."""
+    return click.option(*names, type=NAME, help=text, **settings)
 
 
 def file_option(*names: str, text: str, metavar: str = "FILE", **settings: Any) -> Decorator:
@@ -142,21 +143,19 @@ tree_option = file_option(
     default="tree.safetensors",
     show_default=True,
 )
-target_option = click.option(
+target_option = name_option(
     "--target",
     metavar="ID|DIR|FILE.gguf",
-    type=NAME,
-    help="Target model. [default: the embedded SmolLM2-135M-Instruct]",
+    text="Target model. [default: the embedded SmolLM2-135M-Instruct]",
 )
 model_options = options(
     bundle(
         "models",
         target=target_option,
-        draft=click.option(
+        draft=name_option(
             "--draft",
             metavar="ID|DIR|FILE|int8|mtp|none",
-            type=NAME,
-            help="Draft model; or a folder of an EAGLE or DFlash draft as published (its "
+            text="Draft model; or a folder of an EAGLE or DFlash draft as published (its "
             "config.json says which); or a draft .safetensors made for the target; or int8: a "
             "copy of the target in 8 bits (a folder of that name is ./int8); or mtp: the "
             "multi-token-prediction head in the target's checkpoint; or none, for trees that only "
@@ -184,11 +183,10 @@ model_options = options(
             help="On a CPU: round the target's matrices to so many bits; says what that costs. "
             "[default: as they are]",
         ),
-        draft_vocabulary=click.option(
+        draft_vocabulary=name_option(
             "--draft-vocabulary",
             metavar="ID|DIR|FILE",
-            type=NAME,
-            help="An EAGLE-3 draft, a .safetensors file with its tensor d2t, or "
+            text="An EAGLE-3 draft, a .safetensors file with its tensor d2t, or "
             "qwen2.5-coder-vocabulary: the tokens that it covers are all that a compiled language "
             "model as draft proposes, so that its passes take less time. [default: all tokens]",
         ),
@@ -198,11 +196,10 @@ model_options = options(
             help="Stream the target's layers that do not fit, from the host's memory to a CUDA "
             "device or from a file. [default: all in memory]",
         ),
-        memory=click.option(
+        memory=name_option(
             "--memory",
             metavar="SIZE",
-            type=NAME,
-            help="With --offload: what the target's weights, the draft and both KV caches may "
+            text="With --offload: what the target's weights, the draft and both KV caches may "
             "take, as 300MB or 24GB. [default: what is free]",
         ),
     ),
@@ -221,9 +218,7 @@ _OF_TREE = "[default: what the tree was made for, else"
 sampling_options = bundle(
     "sampling",
     temperature=click.option(
-        "--temperature",
-        type=float,
-        help=f"Temperature of the target; 0 is greedy. {_OF_TREE} 0]",
+        "--temperature", type=float, help=f"Temperature of the target; 0 is greedy. {_OF_TREE} 0]"
     ),
     top_p=click.option(
         "--top-p",
@@ -248,14 +243,12 @@ sampling_options = bundle(
 )
 
 
-def read_sampling(
-    values: Mapping[str, Any], tree_settings: Mapping[str, Any] | None = None
-) -> Sampling:
+def read_sampling(values: Mapping[str, Any], tree_settings: Mapping[str, Any] = {}) -> Sampling:
     """Sampling settings: those on the command line, else the tree's, else the defaults."""
     from sequoia_plan.runtime import Sampling
 
     names = Sampling.__dataclass_fields__
-    settings = {name: value for name, value in (tree_settings or {}).items() if name in names}
+    settings = {name: value for name, value in tree_settings.items() if name in names}
     given = {name: value for name, value in values.items() if value is not None}
     return Sampling(**(settings | given.pop("rare_settings", {}) | given))
 

@@ -68,11 +68,7 @@ PLAN_KEYS = (
 @output_option("tree.safetensors", "tree")
 @json_option
 def solve(
-    profile_file: str | None,
-    acceptance: str | None,
-    output: str,
-    as_json: bool,
-    **limits: Any,
+    profile_file: str | None, acceptance: str | None, output: str, as_json: bool, **limits: Any
 ) -> None:
     """Compile the best token tree for PROFILE (default: profile.yaml)."""
     if profile_file and acceptance:
@@ -129,8 +125,7 @@ def _advise_to_count_again(profile: Profile, size: int, output: str) -> None:
 @click.command()
 @click.argument("tree_file", metavar="[TREE]", type=PATH, default="tree.safetensors")
 @file_option(
-    "--plot",
-    text="Draw the tree, or the trees by match side by side, into a .png or .svg file.",
+    "--plot", text="Draw the tree, or the trees by match side by side, into a .png or .svg file."
 )
 @json_option
 def show(tree_file: str, plot: str | None, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from sequoia_plan.planner.report.tables import Table, print_table
 TREE_METHODS = ("sequoia", "traversal")
 """Methods that decode with the tree under test: the names of their verifiers."""
 
+COLUMNS = ["", "over plain", "predicted", "tokens a step", "predicted", "tokens/s", "first token"]
 CERTAIN = " Faster was"
 NEUTRAL_SETTINGS = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Values that switch a filter off; settings with these values are not printed."""
@@ -129,7 +130,6 @@ def step_parts_text(result: BenchResult) -> str:
 
 def table(result: BenchResult) -> Table:
     """A row for each method, those that use the tree marked; predicted is right of measured."""
-    columns = ["", "over plain", "predicted", "tokens a step", "predicted", "tokens/s"]
     rows, is_ours = [], []
     for name, method in result.methods.items():
         shown = cells(method, method.speedup.get("plain"))
@@ -141,7 +141,7 @@ def table(result: BenchResult) -> Table:
         for kind, part in method.by_kind.items():
             rows.append([f"  {kind} ({part.prompts})", *cells(part, part.speedup), "", ""])
             is_ours.append(False)
-    return Table([*columns, "first token"], rows, is_ours)
+    return Table(COLUMNS, rows, is_ours)
 
 
 def cells(part: MethodResult | KindResult, ratio: Ratio | None) -> list[str]:

@@ -6,12 +6,7 @@ from html import escape
 from typing import Any
 
 from sequoia_plan.artifacts import BenchResult, TokenTree
-from sequoia_plan.planner.report.bench_table import (
-    finding,
-    settings_text,
-    step_parts_text,
-    table,
-)
+from sequoia_plan.planner.report.bench_table import finding, settings_text, step_parts_text, table
 from sequoia_plan.planner.report.html import document, figure
 from sequoia_plan.planner.report.tables import html_facts, html_paragraphs, html_table
 

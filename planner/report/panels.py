@@ -9,6 +9,7 @@ import numpy as np
 from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import node_values
+from sequoia_plan.artifacts.tree import children_of
 
 EDGE_COLOUR = "#8fa297"
 MAX_LEVEL_TICKS = 12
@@ -72,15 +73,12 @@ def _horizontal_places(tree: TokenTree) -> Floats:
 
     Returns float64 [size].
     """
-    places, num_leaves = np.zeros(tree.size), 0
-    first_child, child_count = tree.first_child.tolist(), tree.child_count.tolist()
-    waiting = [0]
+    places, num_leaves, children, waiting = np.zeros(tree.size), 0, children_of(tree), [0]
     while waiting:  # in preorder: a node's children wait before what waited already
         node = waiting.pop()
-        waiting += range(first_child[node] + child_count[node] - 1, first_child[node] - 1, -1)
-        if not child_count[node]:
+        waiting += reversed(children[node])
+        if not children[node]:
             places[node], num_leaves = num_leaves, num_leaves + 1
-    for node in np.flatnonzero(child_count)[::-1]:
-        last_child = first_child[node] + child_count[node] - 1
-        places[node] = (places[first_child[node]] + places[last_child]) / 2
+    for node in np.flatnonzero(tree.child_count)[::-1]:
+        places[node] = (places[children[node][0]] + places[children[node][-1]]) / 2
     return places

@@ -30,11 +30,7 @@ def print_summary(tree: TokenTree) -> None:
 
     console = Console(highlight=False)
     plan = tree.plan
-    lines = [
-        f"{tree}, branching {tree.branching}",
-        *describe(tree),
-        *_describe_details(plan),
-    ]
+    lines = [f"{tree}, branching {tree.branching}", *describe(tree), *_describe_details(plan)]
     for role, model in plan.models.items():
         weights = model.get("weights") or model.get("dtype")
         lines.append(_line(role, f"{model.get('name')}{f' ({weights})' if weights else ''}"))
