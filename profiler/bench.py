@@ -70,12 +70,11 @@ def make_methods(
         name: transformers_method(transformers_pair, sampling, tokens, **options[name])
         for name in options.keys() & chosen
     }
-    chains_only = takes_chains_only(pair.metadata)
     for name in trees.keys() & chosen:
         tree, verifier = trees[name]
-        if chains_only and tree.branching > 1:
-            continue
-        methods[name] = sequoia_method(pair, tree, replace(sampling, verifier=verifier), tokens)
+        if tree.branching == 1 or not takes_chains_only(pair.metadata):
+            sampling_of_method = replace(sampling, verifier=verifier)
+            methods[name] = sequoia_method(pair, tree, sampling_of_method, tokens)
     return {name: methods[name] for name in TITLES if name in methods}
 
 
@@ -113,7 +112,7 @@ def compare(
     ]
     hardware = fingerprint(pair.target.device)
     work = [models, list(prompts), settings, tokens, list(methods), shapes, hardware]
-    runs = bench(methods, prompts, on_prompt, deadline, Journal(journal, work))
+    runs = bench(methods, prompts, on_prompt, deadline, journal=Journal(journal, work))
     figures = summary(runs)
     for name in figures.keys() & trees.keys():
         method_tree, verifier = trees[name]
@@ -141,7 +140,8 @@ def bench(
     prompts: Sequence[list[int]],
     on_prompt: Callable[[int], None] = lambda done: None,
     deadline: float = math.inf,
-    journal: Journal | None = None,
+    *,
+    journal: Journal,
 ) -> dict[str, list[PromptRun]]:
     """Decode every prompt once with every method.
 
@@ -156,13 +156,13 @@ def bench(
         )
     for decode in methods.values():
         decode(prompts[0], 0)  # warms up
-    results, order = journal or Journal(None, None), deque(methods)
+    order = deque(methods)
     runs: dict[str, list[PromptRun]] = {name: [] for name in methods}
     for number, prompt in enumerate(prompts):
         if number and time.perf_counter() > deadline:
             break
         in_order = {name: methods[name] for name in order}
-        measured = results.result(str(number), partial(_decode, in_order, prompt, number))
+        measured = journal.result(str(number), partial(_decode, in_order, prompt, number))
         for name, run in measured.items():
             runs[name].append(PromptRun(**run))
         order.rotate(-1)

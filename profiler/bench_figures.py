@@ -8,13 +8,7 @@ import numpy as np
 from msgspec import structs
 
 from sequoia_plan.artifacts import Plan
-from sequoia_plan.artifacts.bench_result import (
-    KindResult,
-    MethodResult,
-    Prediction,
-    Ratio,
-    Spread,
-)
+from sequoia_plan.artifacts.bench_result import KindResult, MethodResult, Prediction, Ratio, Spread
 from sequoia_plan.artifacts.counts import ALL_KINDS
 from sequoia_plan.artifacts.plan import Interval
 from sequoia_plan.artifacts.promise import RESAMPLES, promise
@@ -126,4 +120,4 @@ def _steady_tokens_per_second(run: PromptRun) -> float:
 
 def _spread(numbers: Any) -> Spread:
     """The median and the quartiles, to four digits."""
-    return Spread(*np.quantile(np.asarray(numbers, float), [0.5, 0.25, 0.75]).round(4).tolist())
+    return Spread(*np.quantile(numbers, [0.5, 0.25, 0.75]).round(4).tolist())

@@ -89,11 +89,7 @@ def transformers_method(
         not_followed(target.generation_config)
         | options
         | sampling.for_transformers()
-        | {
-            "max_new_tokens": tokens,
-            "eos_token_id": end_tokens,
-            "pad_token_id": end_tokens[0],
-        }
+        | {"max_new_tokens": tokens, "eos_token_id": end_tokens, "pad_token_id": end_tokens[0]}
     )
 
     def decode(prompt: list[int], seed: int) -> PromptRun:

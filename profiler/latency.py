@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sequoia_plan.artifacts import (
-    ArgumentError,
-    Latency,
-    SequoiaPlanError,
-    StreamCost,
-    TokenTree,
-)
+from sequoia_plan.artifacts import ArgumentError, Latency, SequoiaPlanError, StreamCost, TokenTree
 from sequoia_plan.profiler.size_timer import SizeTimer
 from sequoia_plan.profiler.timing import CONTEXT, drift_free_quartiles, text_prompt, timed
 from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_time

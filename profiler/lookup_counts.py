@@ -63,16 +63,13 @@ class LookupTrials:
 
     def __init__(self, token_ids: Ints, levels: Ints, rows: Ints) -> None:
         """Find the trials; `levels` and `rows` are of the positions as in `ForcedAcceptance`."""
-        count, levels, rows = len(levels), np.asarray(levels), np.asarray(rows)
+        count = len(levels)
         match_lengths, chains, run_lengths = look_up(token_ids, len(token_ids) - count)
         classes = np.searchsorted(MATCH_LENGTHS, match_lengths, side="right") - 1
         positions, is_trial = np.arange(count), rows >= 0
         roots = positions - levels
         drafted_rows = 2 * np.minimum(rows // 2, LEVELS - 1) + rows % 2
-        self.drafted = (
-            (classes[roots] * 2 * LEVELS + drafted_rows)[is_trial],
-            positions[is_trial],
-        )
+        self.drafted = ((classes[roots] * 2 * LEVELS + drafted_rows)[is_trial], positions[is_trial])
         # a token of a lookup chain on the spine, by the chain's first position and its level
         classes, runs, levels = classes[:, None], run_lengths[:, None], np.arange(CHAIN)
         has_match = classes > 0
@@ -116,7 +113,7 @@ class LookupTrials:
 
 def _rows(classes: Ints, levels: Ints, node_class: int) -> Ints:
     """Rows of the table `looked_up`."""
-    rows: Ints = classes * LOOKUP_LEVELS + np.minimum(levels, LOOKUP_LEVELS - 1)
+    rows = classes * LOOKUP_LEVELS + np.minimum(levels, LOOKUP_LEVELS - 1)
     return 2 * rows + node_class
 
 

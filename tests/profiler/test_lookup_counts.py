@@ -78,7 +78,7 @@ def test_trials_follow_the_definition(drawn, random):
         2 * min(level, LEVELS - 1) + node_class if level < 6 else -1
         for level, node_class in zip(levels, node_classes, strict=True)
     ]
-    trials = LookupTrials(np.array(text), levels, rows)
+    trials = LookupTrials(*map(np.array, (text, levels, rows)))
     generator = np.random.default_rng(random.randrange(99))
     drafted_probs = generator.random((count, ranks))
     looked_up_probs = generator.random((len(trials.tokens), ranks))
