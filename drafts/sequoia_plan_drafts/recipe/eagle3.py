@@ -45,11 +45,7 @@ class Eagle3Recipe(ChainRecipe):
 
 
 def train_eagle3(
-    target: Any,
-    text: TrainingText,
-    recipe: Eagle3Recipe,
-    out: Path,
-    target_name: str,
+    target: Any, text: TrainingText, recipe: Eagle3Recipe, out: Path, target_name: str
 ) -> None:
     """Train an EAGLE-3 draft for `target` (a Llama in float32) and write it to the folder `out`."""
     torch.manual_seed(recipe.seed)

@@ -13,11 +13,7 @@ from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
 
 
 def train_language_model(
-    target: Any,
-    text: TrainingText,
-    recipe: TrainingSettings,
-    out: Path,
-    target_name: str,
+    target: Any, text: TrainingText, recipe: TrainingSettings, out: Path, target_name: str
 ) -> None:
     """Train a draft for `target` (a Llama in float32) and write it to the file `out`."""
     torch.manual_seed(recipe.seed)

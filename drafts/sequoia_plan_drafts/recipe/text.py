@@ -121,7 +121,8 @@ class Writer:
                 if lane.num_read < len(lane.tokens):
                     continue  # its prompt is long
                 last_ids, last_logp, _ = lane.rows[-1]
-                temperature = 1.0 if lane.temperature is None else lane.temperature
+                is_question = lane.temperature is None
+                temperature = 1.0 if is_question else lane.temperature
                 choice = 0
                 if temperature:
                     probs = (last_logp / temperature).softmax(-1)
@@ -130,11 +131,11 @@ class Writer:
                 lane.tokens.append(token)
                 count = len(lane.tokens) - lane.num_prompt
                 limit = context - lane.num_prompt
-                if lane.temperature is None:
+                if is_question:
                     limit = min(limit, MAX_QUESTION_TOKENS)
                 if token not in self.ends and count < limit:
                     continue
-                if lane.temperature is None:
+                if is_question:
                     question = self.tokenizer.decode(
                         lane.tokens[len(self.opening) :], skip_special_tokens=True
                     )

@@ -147,13 +147,14 @@ class TrainingText:
             batch = [self.conversations[index] for index in indices[start : start + size]]
             tokens = pad_sequence([c.tokens.long() for c in batch], True)
             hidden_states = pad_sequence([c.hidden_states.float() for c in batch], True)
-            answer_rows = [
-                torch.arange(len(c.tokens) - len(c.top_ids), len(c.tokens)) - 1 for c in batch
+            rows = [
+                torch.arange(-len(c.top_ids), 0) + len(c.tokens) - 1 + i * tokens.shape[1]
+                for i, c in enumerate(batch)
             ]
             yield TextBatch(
                 tokens,
                 hidden_states,
-                torch.cat([rows + i * tokens.shape[1] for i, rows in enumerate(answer_rows)]),
+                torch.cat(rows),
                 torch.cat([c.top_ids for c in batch]).long(),
                 torch.cat([c.top_logp.float() for c in batch]),
             )
