@@ -23,7 +23,7 @@ def predict(tree: TokenTree, acceptance: Acceptance, times: StepTime | None) -> 
 
 
 def prediction_for(
-    tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] = {}
+    tree: TokenTree, verifier: str, plan: Plan, sampling: Mapping[str, Any] | None = None
 ) -> Prediction:
     """Predict a tree's figures in bench from the measurements in a plan."""
     settings = dict(plan.settings)
@@ -33,7 +33,9 @@ def prediction_for(
         or verifier == measured_verifier
         or (verifier, measured_verifier) == ("traversal", "sequoia")
     )
-    is_same_sampling = all(sampling.get(name, value) == value for name, value in settings.items())
+    is_same_sampling = not sampling or all(
+        sampling.get(name, value) == value for name, value in settings.items()
+    )
     applies = (is_same_acceptance and is_same_sampling) or tree.size == 1
     if not plan.acceptance or not applies:
         return Prediction()
