@@ -124,7 +124,7 @@ class DecodingModels:
         sequence.num_unread = 0
         on_chunk = None
         if drafter:
-            on_chunk = partial(drafter.prefill_hidden_states, sequence.draft)
+            on_chunk = partial(drafter.prefill_hidden_states, sequence)
             slots = torch.arange(min(max(settled, 0), start), start, device=self.device)
             if slots.numel():
                 drafter.catch_up(sequence, slots, start)

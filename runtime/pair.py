@@ -14,7 +14,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, PLACEMENTS, RESIDENT
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.masks import causal_mask
 from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.draft.checkpoint import EAGLE3, Checkpoint, errors_of, find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
@@ -308,7 +308,7 @@ def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, b
     for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
         tokens = torch.tensor(pair.tokenizer(str(prompt.text))["input_ids"])
         places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
-        mask = additive_mask(places <= places[:, None], pair.target.dtype)
+        mask = causal_mask(places, len(tokens), pair.target.dtype)
         logits = pair.target(cache, tokens, places, places, mask).logits
         expected, rounded = (
             x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], logits)

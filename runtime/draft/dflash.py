@@ -73,12 +73,6 @@ class DFlashDrafter(HiddenStateDrafter):
         slots = capacity + self.model.block.size
         return TreeCache(self.model.cache_layout(), slots, self.model.device)
 
-    def prefill_hidden_states(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
-    ) -> None:
-        """Cache keys and values made of the target's hidden states of a part of the prompt."""
-        self.keep_hidden_states(cache, slots, hidden_states)
-
     def forward(
         self,
         draft_pass: DraftPass,

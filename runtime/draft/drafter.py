@@ -79,12 +79,17 @@ class Drafter(Protocol):
         """Read `tokens` (int64 [n]) from slot `start` on; those before were read already."""
 
     def prefill_hidden_states(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+        self, sequence: SequenceState, slots: Tensor, extent: int, hidden_states: Tensor
     ) -> None:
-        """Take the target's hidden states of a part of the prompt, after `prefill`.
+        """Read a part of the prompt, once the target has, after `prefill`.
 
-        `tokens`, `slots` int64 [tokens]; `hidden_states` [tokens, width].
+        `slots` int64 [tokens]; `hidden_states`: the target's, [tokens, width].
         """
+        self.keep_hidden_states(sequence.draft, slots, hidden_states)
+        self.catch_up(sequence, slots, extent)
+
+    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+        """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
         return None
 
     def forward(
@@ -159,7 +164,7 @@ class HiddenStateDrafter(Drafter):
 
     model: Any
 
-    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
+    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None) -> None:
         self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
         self.packed = self.part_of_step = model.packed
         self.feature_dtype = self.packed.feature_dtype if self.packed else model.dtype
@@ -170,9 +175,6 @@ class HiddenStateDrafter(Drafter):
     def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
         """The draft reads the prompt in `prefill_hidden_states`."""
         cache.finite.fill_(True)
-
-    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
-        """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
 
     def logits_over_text(
         self,

@@ -54,20 +54,13 @@ class EagleDrafter(HiddenStateDrafter):
         windowed = window is not None and window < capacity
         cache: Any
         if self.packed:
-            cache = self.packed.new_cache(capacity, counts_positions=windowed)
+            cache = self.packed.runner.new_cache(capacity, counts_positions=windowed)
         else:
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (capacity + 1, self.model.feature_width)
         cache.features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
-
-    def prefill_hidden_states(
-        self, cache: Any, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
-    ) -> None:
-        """Read a part of the prompt, each token with the feature of the token before it."""
-        self.keep_hidden_states(cache, slots, hidden_states)
-        self._read_committed(cache, tokens, slots, mask.shape[1])
 
     def forward(
         self,
@@ -144,19 +137,15 @@ class EagleDrafter(HiddenStateDrafter):
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
-        self._read_committed(sequence.draft, sequence.tokens[slots], slots, extent)
+        cache, mask = sequence.draft, _mask_of_committed(slots, extent, self.model.dtype)
+        (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
+        self._read(cache, sequence.tokens[slots], cache.features[slots], rows, 1)
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features that hidden states make. Nothing in the cache is moved: the next
         first pass reads the accepted tokens again."""
         features = (self.packed or self.model).fuse(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
-
-    def _read_committed(self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int) -> None:
-        """Read committed tokens in `slots`, each with the feature of the token before it."""
-        mask = _mask_of_committed(slots, extent, self.model.dtype)
-        (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
-        self._read(cache, tokens, cache.features[slots], rows, 1)
 
     def _read(
         self,

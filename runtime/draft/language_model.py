@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.masks import additive_mask, causal_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.drafter import (
@@ -26,7 +26,7 @@ class LanguageModelDrafter(Drafter):
 
     drafting: Drafting = LANGUAGE_MODEL
 
-    def __init__(self, model: LoadedModel, vocabulary: int, d2t: Tensor | None = None) -> None:
+    def __init__(self, model: LoadedModel, vocabulary: int, d2t: Tensor | None) -> None:
         try:
             model.backend.prepare(())
         except SequoiaPlanError as error:
@@ -101,8 +101,7 @@ class LanguageModelDrafter(Drafter):
         aux_hidden_states: Tensor | None,
     ) -> Tensor:
         """See `Drafter`: they do not depend on the level."""
-        columns = torch.arange(int(slots[-1]) + 1, device=slots.device)
-        mask = additive_mask(columns <= slots[:, None], self.model.dtype)
+        mask = causal_mask(slots, int(slots[-1]) + 1, self.model.dtype)
         logits = self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask).logits
         return logits[:, : self.vocabulary]
 
@@ -116,10 +115,8 @@ class LanguageModelDrafter(Drafter):
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]); the cache then has them."""
-        all_slots = torch.arange(extent, device=slots.device)
-        mask = additive_mask(all_slots <= slots[:, None], self.model.dtype)
-        tokens = sequence.tokens[slots]
-        self.model(sequence.draft, tokens, slots, slots, mask, logits_to_keep=1)
+        mask = causal_mask(slots, extent, self.model.dtype)
+        self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask, logits_to_keep=1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
-from sequoia_plan.runtime.base.masks import additive_mask, mask_as_dtype, windowed_mask
+from sequoia_plan.runtime.base.masks import causal_mask, mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import (
     CHUNKED,
@@ -32,8 +32,8 @@ PREFILL_MULTIPLES = {"cpu": (1, 1), "cuda": (64, 512)}
 """On CUDA, a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels
 are chosen once."""
 
-ChunkCallback = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(tokens, slots, mask, aux hidden states) of a part of the prompt that the model has read."""
+ChunkCallback = Callable[[Tensor, int, Tensor], None]
+"""(slots, extent, aux hidden states) of a part of the prompt that the model has read."""
 Masks = Tensor | Mapping[str, Tensor | None]
 """An additive mask [tokens, extent], or one for each type of layer."""
 
@@ -80,6 +80,7 @@ class Backend(Protocol):
 
     def is_stale(self) -> bool:
         """Is the model no longer what the backend was made for?"""
+        return False
 
     def check(self) -> None:
         """Follow changes of the model, or raise SequoiaPlanError."""
@@ -287,11 +288,10 @@ class LoadedModel:
             # padding beyond the prompt stays hidden until a step writes to its slots
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
             slots = torch.arange(first, first + width, device=tokens.device)
-            columns = torch.arange(extent, device=tokens.device)
-            mask = additive_mask(columns <= slots[:, None], self.dtype)
+            mask = causal_mask(slots, extent, self.dtype)
             output = self(cache, chunk, slots, slots, mask, 1, hidden_states)
             if on_chunk is not None and output.hidden_states is not None:
-                on_chunk(chunk, slots, mask, output.hidden_states)
+                on_chunk(slots, extent, output.hidden_states)
 
     def _masks(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Masks:
         """The mask, or one for each type of layer.
