@@ -57,9 +57,7 @@ class PackedEagle:
         self.weights = packed_in_memory(source, IN_8_BITS)
         model = model_of(self.weights, config, config.head_dim, dtype.itemsize)
         self.fc = self.weights.matrix("model.fc.weight")
-        self.runner = PackedPass(
-            model, config, self.weights.head.outputs, config.num_key_value_heads, dtype, workers=1
-        )
+        self.runner = PackedPass(model, config, self.weights.head.outputs, dtype, workers=1)
         self.runner.kept = self.weights
         self.norms = [
             self.weights.vector(f"model.layers.0.{name}.weight")
@@ -82,10 +80,6 @@ class PackedEagle:
         """Pack the weights anew."""
         self.pack()
         self.version += 1
-
-    def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
-        """A cache for a sequence of up to so many slots."""
-        return self.runner.new_cache(capacity, counts_positions=counts_positions)
 
     def embedding(self, target: Any) -> Any:
         """The embeddings that it reads; `target`: the backend of its target."""
