@@ -39,7 +39,7 @@ def step_graphs(
     can = {
         "draft": draft is None or draft.can_be_captured(),
         "target": target.can_be_captured(),
-        "verify": target.is_on_one_cuda_device(),
+        "verify": target.backend.is_on_one_cuda_device(),
     }
     can["step"] = all(can.values())
     if captured is None and can["verify"] and (can["draft"] or can["target"]):
@@ -54,7 +54,7 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device, not_captured: Collection[str] = ()) -> None:
-        self.device, self.not_captured, self.max_graphs = device, set(not_captured), MAX_GRAPHS
+        self.device, self.not_captured = device, set(not_captured)
         self.failed: Counter[Hashable] = Counter()
         self.warned: set[str] = set()
         self.new_stream()
@@ -118,7 +118,7 @@ class Graphs:
                 warnings.warn(message, stacklevel=4)
             return
         self.graphs[key] = replay, result, inputs
-        if len(self.graphs) > self.max_graphs:
+        if len(self.graphs) > MAX_GRAPHS:
             part = _part_of(self.graphs.popitem(last=False)[0])
             if part not in map(_part_of, self.graphs):
                 del self.pools[part]  # PyTorch captures nothing into one that lost its last graph

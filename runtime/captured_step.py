@@ -176,7 +176,7 @@ class CapturedStep(TreeStep):
     def run(self, extent: int, sampling: Sampling) -> Tensor:
         """What a call returns; the next run overwrites that tensor."""
         graphs = self.models.graphs
-        is_whole = graphs is None or graphs.may_capture(self._key("step", extent, sampling))
+        is_whole = graphs is None or graphs.may_capture(("step", self.tree, extent, sampling))
         if is_whole and not self.runs_by_parts:
             return self.replay("step", partial(self, extent, sampling), extent, sampling)
         if graphs is None:
@@ -220,11 +220,7 @@ class CapturedStep(TreeStep):
         if graphs.version != sequence.version:
             graphs.clear(sequence.version)
         state = partial(sequence.state_of_step, self.tree.size)
-        return graphs(self._key(part, *settings), function, state, inputs)
-
-    def _key(self, part: str, *settings: Hashable) -> tuple[Hashable, ...]:
-        """The key of a part's graph."""
-        return part, self.tree, *settings
+        return graphs((part, self.tree, *settings), function, state, inputs)
 
 
 def catch_up(

@@ -49,6 +49,7 @@ class HiddenStateDraft(nn.Module):
     packed: Any
     """What runs its passes in place of its modules; see `backends.pack_draft`."""
     num_changes = 0
+    weight_memory = weight_memory
 
     def __init__(
         self,
@@ -128,10 +129,6 @@ class HiddenStateDraft(nn.Module):
     def can_be_captured(self) -> bool:
         """Can a pass be a part of a CUDA graph?"""
         return is_on_one_cuda_device(self) and not rope_changes(self.config)
-
-    def weight_memory(self) -> tuple[tuple[int, int], ...]:
-        """Address and bytes of each tensor."""
-        return weight_memory(self)
 
     def new_layers(self) -> nn.ModuleList:
         """New layers, which have weights of no meaning."""

@@ -77,13 +77,12 @@ def in_joined_order(names: Iterable[str]) -> list[str]:
 
     Weights that lie in memory in this order are joined without a copy.
     """
-    ranks = {name: rank for rank, name in enumerate(JOINED_WEIGHTS)}
     return sorted(
         names,
         key=lambda name: min(
             (
                 (name.removesuffix(joined), rank)
-                for joined, rank in ranks.items()
+                for rank, joined in enumerate(JOINED_WEIGHTS)
                 if name.endswith(joined)
             ),
             default=("~", 0),
@@ -141,7 +140,7 @@ class FusedLayer(nn.Module):
             self.input_layernorm(hidden_states),
             position_embeddings,
             attention_mask,
-            cache=cache_among(options),
+            **options,
         )
         hidden_states = add_before(self.post_attention_layernorm, hidden_states, attended)
         mlp = self.mlp(self.post_attention_layernorm(hidden_states))

@@ -210,10 +210,6 @@ class LoadedModel:
         """See `Backend`."""
         return self.backend.can_be_captured()
 
-    def is_on_one_cuda_device(self) -> bool:
-        """See `Backend`."""
-        return self.backend.is_on_one_cuda_device()
-
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
         """See `Backend`."""
         return self.backend.weight_memory()

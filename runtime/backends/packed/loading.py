@@ -30,8 +30,9 @@ def load_packed(
     config, empty = files.config, empty_module(files.config)
     if reason := why_not(config, empty):
         return None, reason
+    has_own_tensors = _has_own_tensors(files, empty)
     try:
-        if not _has_own_tensors(files, empty):  # transformers knows how to read it
+        if not has_own_tensors:  # transformers knows how to read it
             return PackedModule(files.module(dtype), bits), ""
         file, recorded = _file_of(files, dtype, keeps_bits, bits, on_bytes)
     except ValueError as unknown:  # format of weights
