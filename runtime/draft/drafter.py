@@ -274,8 +274,9 @@ def children_to_draw(
             looked_up = torch.as_tensor(np.stack([rows, nodes])[:, is_on_spine], device=device)
         # One draw more than needed: where the draft leaves too few tokens, the one that is looked
         # up may be among the draws.
-        num_draws = int(ranks[tree.classes[tree.parents[nodes]] == 0].max(initial=-1)) + 1
-        ranks = ranks - (tree.classes[tree.parents[nodes]] == 0)  # its siblings begin with rank 0
+        has_spine_parent = tree.classes[tree.parents[nodes]] == 0
+        num_draws = int(ranks[has_spine_parent].max(initial=-1)) + 1
+        ranks = ranks - has_spine_parent  # its siblings begin with rank 0
         nodes, rows, ranks = nodes[~is_on_spine], rows[~is_on_spine], ranks[~is_on_spine]
     max_children = int(ranks.max(initial=-1)) + 1
     return {

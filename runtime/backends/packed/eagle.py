@@ -87,7 +87,7 @@ class PackedEagle:
         return target.embedding if self.draft.embed_tokens is None else self.weights.embedding
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """See `EagleModel.fuse`: [rows, states * width] -> float32 [rows, width]."""
+        """See `Eagle3.fuse`: [rows, states * width] -> float32 [rows, width]."""
         return multiplied(self.fc, hidden_states.float())
 
     def __call__(
