@@ -26,20 +26,22 @@ SYNCHRONIZING = "called a synchronizing CUDA operation"
 
 
 def step_graphs(
-    target: Any, draft: Any, device: torch.device, captured: bool | None
+    models: Sequence[Any], device: torch.device, captured: bool | None
 ) -> Graphs | None:
     """What captures the parts of a step as CUDA graphs; None if no part is to be captured.
 
-    `captured`: True captures all parts, False none, None those that can be.
+    `models`: the target's backend, and what runs the draft, if any. `captured`: True captures all
+    parts, False none, None those that can be.
     """
     if captured and device.type != "cuda":
         raise ArgumentError(
             f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; leave it out"
         )
+    target, *drafts = models
     can = {
-        "draft": draft is None or draft.can_be_captured(),
+        "draft": all(draft.can_be_captured() for draft in drafts),
         "target": target.can_be_captured(),
-        "verify": target.backend.is_on_one_cuda_device(),
+        "verify": target.is_on_one_cuda_device(),
     }
     can["step"] = all(can.values())
     if captured is None and can["verify"] and (can["draft"] or can["target"]):

@@ -18,6 +18,7 @@ from sequoia_plan.runtime.draft.drafter import (
     distinct_slots,
     passes_by_level,
 )
+from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
@@ -30,8 +31,6 @@ class EagleDrafter(HiddenStateDrafter):
 
         The first reads as many committed tokens as there are passes and one more, the root last.
         """
-        if not tree.num_drafted_levels:
-            return ()
         first, *deeper = passes_by_level(tree, tensors)
         # relative to the root's slot: -(depth - 1), ..., -1, 0 in a tree that is drafted whole
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
@@ -52,7 +51,6 @@ class EagleDrafter(HiddenStateDrafter):
         """
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
-        cache: Any
         if self.packed:
             cache = self.packed.runner.new_cache(capacity, counts_positions=windowed)
         else:
@@ -74,7 +72,7 @@ class EagleDrafter(HiddenStateDrafter):
         The first pass reads committed tokens, whose features are recorded, and later passes read
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
-        cache: Any = sequence.draft
+        cache = sequence.draft
         passes = (draft_pass, *draft_pass.later)
         rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
         rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
@@ -168,7 +166,7 @@ class EagleDrafter(HiddenStateDrafter):
             return logits[:, : self.vocabulary], outputs
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         cache.at(slots, mask.shape[1])
-        with self.model.attending(slots):
+        with attending(self.model.config, slots):
             logits, outputs = self.model(
                 tokens[None], features[None], angles, masks, cache, logits_to_keep
             )

@@ -22,7 +22,6 @@ from sequoia_plan.artifacts import EAGLE_DRAFT, Drafting
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, rope_changes
-from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.models.metadata import module_metadata
 from sequoia_plan.runtime.models.module_state import Watch, check_mode, weight_memory, weights
@@ -178,10 +177,6 @@ class HiddenStateDraft(nn.Module):
             windowed = windowed_mask(cache, mask, positions, slots, self.window)
             masks[WINDOWED] = windowed[None, None]
         return masks
-
-    def attending(self, slots: Tensor | None = None) -> Any:
-        """A context in which its passes use the same attention kernels as the target's."""
-        return attending(self.config, slots)
 
     def run_layers(
         self,

@@ -1,12 +1,12 @@
 """Drafting with a language model, one pass a level, with a KV cache of its own."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.masks import additive_mask, causal_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
@@ -24,7 +24,7 @@ from sequoia_plan.runtime.models.loaded_model import ForwardOutput, LoadedModel
 class LanguageModelDrafter(Drafter):
     """A transformers causal LM as a drafter (see `Drafter`)."""
 
-    drafting: Drafting = LANGUAGE_MODEL
+    drafting = LANGUAGE_MODEL
 
     def __init__(self, model: LoadedModel, vocabulary: int, d2t: Tensor | None) -> None:
         try:
@@ -53,8 +53,6 @@ class LanguageModelDrafter(Drafter):
         The first pass also reads the token before the root again: if that was an accepted leaf, the
         draft has not read it yet.
         """
-        if not tree.num_drafted_levels:
-            return ()
         first, *deeper = passes_by_level(tree, tensors)
         # the token before the root attends to committed tokens only, which column 0 stands for
         committed = torch.zeros_like(tensors.mask[:1], dtype=torch.bool)
@@ -93,13 +91,7 @@ class LanguageModelDrafter(Drafter):
         )
         return ForwardOutput(output.logits[:, : self.vocabulary])
 
-    def logits_over_text(
-        self,
-        sequence: SequenceState,
-        slots: Tensor,
-        levels: Sequence[int],
-        aux_hidden_states: Tensor | None,
-    ) -> Tensor:
+    def logits_over_text(self, sequence: SequenceState, slots: Tensor, *_: Any) -> Tensor:
         """See `Drafter`: they do not depend on the level."""
         mask = causal_mask(slots, int(slots[-1]) + 1, self.model.dtype)
         logits = self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask).logits

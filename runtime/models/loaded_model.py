@@ -140,6 +140,7 @@ class LoadedModel:
 
     Attributes:
         config: transformers' configuration of the language model.
+        module: transformers' model; None if nothing of it is in memory.
         tokens: the vocabulary as text, by number; empty if it is not known without the tokenizer.
         remarks: what a user should know about how it runs, a sentence each.
         d2t: of a draft that covers a part of its target's vocabulary, int64 [its vocabulary]: the
@@ -158,6 +159,7 @@ class LoadedModel:
         remarks: tuple[str, ...] = (),
     ) -> None:
         self.backend, self.config, self.name = backend, config, name
+        self.module = backend.module
         self.own_generation_config, self.load_tokenizer = generation_config, load_tokenizer
         self.tokens, self.remarks = tokens, remarks
         self.device, self.dtype = backend.device, backend.dtype
@@ -167,7 +169,7 @@ class LoadedModel:
         self.context = context_length(config)
         self.window, self.masks_by_layer_type = attention_window(config)
         self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
-        self.d2t: Tensor | None = getattr(unwrapped(backend.module), "d2t", None)
+        self.d2t: Tensor | None = getattr(unwrapped(self.module), "d2t", None)
 
     @property
     def generation_config(self) -> Any:
@@ -184,35 +186,9 @@ class LoadedModel:
         """What brings weights that are streamed; None if all are in memory."""
         return self.backend.stream
 
-    @property
-    def module(self) -> Any:
-        """transformers' model; None if nothing of it is in memory."""
-        return self.backend.module
-
-    @property
-    def version(self) -> int:
-        """Grows with each change of the weights that was noticed."""
-        return self.backend.version
-
     def metadata(self) -> dict[str, Any]:
         """Name, digest, content, dtype, parameters and placement, as profiles record them."""
         return {"name": self.name} | self.backend.metadata()
-
-    def check(self) -> None:
-        """Follow changes of the weights, or raise SequoiaPlanError."""
-        self.backend.check()
-
-    def refresh(self) -> None:
-        """Take the weights anew, whether or not a change can be seen."""
-        self.backend.refresh()
-
-    def can_be_captured(self) -> bool:
-        """See `Backend`."""
-        return self.backend.can_be_captured()
-
-    def weight_memory(self) -> tuple[tuple[int, int], ...]:
-        """See `Backend`."""
-        return self.backend.weight_memory()
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache for a sequence of up to `capacity` slots."""

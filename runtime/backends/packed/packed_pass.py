@@ -158,8 +158,8 @@ class PackedPass:
 
     def __call__(
         self, cache: PackedCache, x: NDArray[np.float32], positions: NDArray[np.int64],
-        slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int = 0,
-        layers: Sequence[int] = (), first: NDArray[np.float32] = NO_ROWS,
+        slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int,
+        layers: Sequence[int], first: NDArray[np.float32] = NO_ROWS,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over rows: their logits, and hidden states after so many `layers` (-1: normed).
 
