@@ -26,18 +26,20 @@ SYNCHRONIZING = "called a synchronizing CUDA operation"
 
 
 def step_graphs(
-    target: Any, draft: Any, device: torch.device, captured: bool | None
+    models: Sequence[Any], device: torch.device, captured: bool | None
 ) -> Graphs | None:
     """What captures the parts of a step as CUDA graphs; None if no part is to be captured.
 
-    `captured`: True captures all parts, False none, None those that can be.
+    `models`: the target's backend, and what runs the draft, if any. `captured`: True captures all
+    parts, False none, None those that can be.
     """
     if captured and device.type != "cuda":
         raise ArgumentError(
             f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; leave it out"
         )
+    target, *drafts = models
     can = {
-        "draft": draft is None or draft.can_be_captured(),
+        "draft": all(draft.can_be_captured() for draft in drafts),
         "target": target.can_be_captured(),
         "verify": target.is_on_one_cuda_device(),
     }
@@ -54,7 +56,7 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device, not_captured: Collection[str] = ()) -> None:
-        self.device, self.not_captured, self.max_graphs = device, set(not_captured), MAX_GRAPHS
+        self.device, self.not_captured = device, set(not_captured)
         self.failed: Counter[Hashable] = Counter()
         self.warned: set[str] = set()
         self.new_stream()
@@ -118,7 +120,7 @@ class Graphs:
                 warnings.warn(message, stacklevel=4)
             return
         self.graphs[key] = replay, result, inputs
-        if len(self.graphs) > self.max_graphs:
+        if len(self.graphs) > MAX_GRAPHS:
             part = _part_of(self.graphs.popitem(last=False)[0])
             if part not in map(_part_of, self.graphs):
                 del self.pools[part]  # PyTorch captures nothing into one that lost its last graph

@@ -99,10 +99,9 @@ class CapturedStep(TreeStep):
 
     def splits_keys(self) -> bool:
         """Do all passes of a step read no keys after the tree, whatever the extent?"""
-        tokens = max(self.tree.size, *(p.input_slots.numel() for p in self.passes), 1)
-        if self.drafter and not self.drafter.splits_keys(tokens):
+        if self.drafter and not self.drafter.splits_keys(self.max_rows):
             return False
-        return self.target.backend.splits_keys(tokens)
+        return self.target.backend.splits_keys(self.max_rows)
 
     def refill_random_numbers(self, sampling: Sampling) -> None:
         """Generate the random numbers of the next step, so that the step only reads tensors."""
@@ -138,16 +137,13 @@ class CapturedStep(TreeStep):
 
     def compiled(self, sampling: Sampling) -> Any:
         """What runs whole steps with this sampling in one call; None if nothing does."""
-        num_read = self.passes[0].input_slots.numel() if self.passes else 0
-        step = self.models.step_for(self.tree.size, num_read)
+        step = self.models.step_for(self.max_rows)
         if step is None or not step.follows(sampling):
             return None
         if self.compiled_tree is None:
-            draws = [p.num_draws for p in self.passes]
-            rows = [p.input_slots.numel() for p in self.passes]
-            if self.drafter:
-                draws = [min(count, self.drafter.vocabulary) for count in draws]
-            self.compiled_tree = step.tree_of(self.tree, rows, draws)
+            drafter: Any = self.drafter
+            draws = [min(p.num_draws, drafter.vocabulary) for p in self.passes]
+            self.compiled_tree = step.tree_of(self.tree, self.rows_of_passes, draws)
         return step
 
     def _output(self, read_numbers: Callable[[], list[int]], length: int) -> StepOutput:
@@ -176,7 +172,7 @@ class CapturedStep(TreeStep):
     def run(self, extent: int, sampling: Sampling) -> Tensor:
         """What a call returns; the next run overwrites that tensor."""
         graphs = self.models.graphs
-        is_whole = graphs is None or graphs.may_capture(self._key("step", extent, sampling))
+        is_whole = graphs is None or graphs.may_capture(("step", self.tree, extent, sampling))
         if is_whole and not self.runs_by_parts:
             return self.replay("step", partial(self, extent, sampling), extent, sampling)
         if graphs is None:
@@ -220,11 +216,7 @@ class CapturedStep(TreeStep):
         if graphs.version != sequence.version:
             graphs.clear(sequence.version)
         state = partial(sequence.state_of_step, self.tree.size)
-        return graphs(self._key(part, *settings), function, state, inputs)
-
-    def _key(self, part: str, *settings: Hashable) -> tuple[Hashable, ...]:
-        """The key of a part's graph."""
-        return part, self.tree, *settings
+        return graphs((part, self.tree, *settings), function, state, inputs)
 
 
 def catch_up(

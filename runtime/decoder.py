@@ -72,15 +72,7 @@ class SequoiaDecoder:
     ) -> None:
         check_loaded(target, draft, tree)
         self.tokenizer = tokenizer
-        models = DecodingModels(
-            target,
-            draft,
-            tree,
-            tokenizer=tokenizer,
-            draft_tokenizer=draft_tokenizer,
-            captured=captured,
-        )
-        self._use(models, tree)
+        self._use(DecodingModels(target, draft, tree, tokenizer, draft_tokenizer, captured), tree)
 
     def with_tree(self, tree: TokenTree) -> SequoiaDecoder:
         """A decoder with another tree that shares models, sequence and graphs with this one.

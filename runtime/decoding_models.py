@@ -34,17 +34,17 @@ class DecodingModels:
         target: Any,
         draft: Any,
         tree: TokenTree,
-        *,
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
         captured: bool | None = None,
     ) -> None:
         self.target = loaded(target)
         self.device, self.drafter = self.target.device, None
-        self.models: list[Any] = [self.target]
+        self.models: list[Any] = [self.target.backend]  # what notices changes of the weights
+        self.contexts = [self.target.context]
         if draft is not None and any(t.num_drafted_levels for t in tree.all_trees):
             draft = draft if isinstance(draft, HiddenStateDraft) else loaded(draft)
-            self.models.append(draft)
+            self.models.append(getattr(draft, "backend", draft))
             if draft.device != self.device:
                 raise SequoiaPlanError(
                     f"draft: on {draft.device}, the target takes its input on {self.device}; move "
@@ -55,33 +55,29 @@ class DecodingModels:
                 common_size = check_tokenizers(tokenizer, draft_tokenizer)
             vocabulary, d2t = shared_vocabulary(self.target, draft, common_size)
             self.drafter = drafter_of(draft, vocabulary, d2t)
-        else:
-            draft = None
+            if isinstance(draft, LoadedModel):
+                self.contexts.append(draft.context)
         self.hidden_states = self.drafter.aux_hidden_state_layers if self.drafter else ()
         self.target.backend.prepare(self.hidden_states)
         self.versions = [model.version for model in self.models]
         self.sequence = SequenceState(self.device)
         if self.target.chains_only:
             captured = False  # the host reads how many tokens they read again
-        self.graphs = step_graphs(self.target, draft, self.device, captured)
+        self.graphs = step_graphs(self.models, self.device, captured)
         self.compiled_step: Any = None
         self.step_state: Any = None
 
-    def step_for(self, size: int, num_read: int) -> Any:
-        """What runs steps with trees of so many nodes in one call; None if nothing does.
-
-        `num_read`: tokens that a draft's first pass reads.
-        """
+    def step_for(self, rows: int) -> Any:
+        """What runs steps with passes of up to so many rows in one call; None if nothing does."""
         sequence, drafter = self.sequence, self.drafter
         memory = (sequence.tokens, sequence.bits, sequence.lookup_chain)
         state = [*self.versions, sequence.version, *(tensor.data_ptr() for tensor in memory)]
-        rows = max(size, num_read)
         is_large_enough = self.compiled_step is None or self.compiled_step.rows >= rows
         if state != self.step_state or not is_large_enough:
             self.step_state = state
             self.compiled_step = self.target.backend.new_step(
                 (drafter and drafter.part_of_step) or drafter, sequence, rows=rows,
-                contexts=[m.context for m in self.models if isinstance(m, LoadedModel)],
+                contexts=self.contexts,
                 hidden_states=self.hidden_states, vocabulary=drafter.vocabulary if drafter else 0,
                 d2t=drafter.d2t if drafter else None,
             )  # fmt: skip
@@ -124,10 +120,11 @@ class DecodingModels:
         sequence.num_unread = 0
         on_chunk = None
         if drafter:
-            on_chunk = partial(drafter.prefill_hidden_states, sequence.draft)
+            on_chunk = partial(drafter.prefill_hidden_states, sequence)
             slots = torch.arange(min(max(settled, 0), start), start, device=self.device)
             if slots.numel():
                 drafter.catch_up(sequence, slots, start)
+            sequence.draft.finite.fill_(True)
             drafter.prefill(sequence.draft, prompt[:-1], start)
         self.target.prefill(sequence.target, prompt[:-1], on_chunk, start, self.hidden_states)
         sequence.num_read = prompt.numel() - 1

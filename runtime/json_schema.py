@@ -61,7 +61,7 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
         allowed -= set(INSTEAD_OF[name].split())
     for name in WITHOUT_TYPE:
         if name in schema:
-            is_typed = {_type(value) for value in _values(schema)} <= types
+            is_typed = {TYPES[type(value)] for value in _values(schema)} <= types
             allowed = {name, "type"} if is_typed and name in ("const", "enum") else {name}
             break
     names = [
@@ -98,11 +98,6 @@ def _types(schema: dict[str, Any]) -> set[str]:
     return types | ({"integer"} if "number" in types else set())
 
 
-def _type(value: Any) -> str:
-    """The type of a value."""
-    return TYPES[type(value)]
-
-
 def _values(schema: dict[str, Any]) -> list[Any]:
     """The only values that a schema allows, if it lists them."""
     return [schema["const"]] if "const" in schema else schema.get("enum", [])
@@ -113,7 +108,7 @@ def _exclude(one: Any, other: Any, root: Any) -> bool:
     both = _resolved(one, root), _resolved(other, root)
     values, others = ({json.dumps(value) for value in _values(part)} for part in both)
     types, other_types = (
-        ({_type(value) for value in _values(part)} or _types(part)) for part in both
+        ({TYPES[type(value)] for value in _values(part)} or _types(part)) for part in both
     )
     if (values and others and not values & others) or (
         types and other_types and not types & other_types

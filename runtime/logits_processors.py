@@ -1,7 +1,7 @@
 """transformers' logits processors on the paths of a token tree."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,12 +99,8 @@ def _in_batches(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
     takes_rows = kind is not logits_process.PrefixConstrainedLogitsProcessor
     if takes_rows and kind.__module__ == logits_process.__name__:
         return processor(ids, scores.clone())
-    return torch.cat([processor(*row) for row in _rows(ids, scores.clone())])
-
-
-def _rows(ids: Tensor, scores: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of one row."""
-    return zip(ids.split(1), scores.split(1), strict=True)
+    rows = zip(ids.split(1), scores.clone().split(1), strict=True)
+    return torch.cat([processor(*row) for row in rows])
 
 
 def _state(value: Any, seen: frozenset[int] = frozenset()) -> Any:

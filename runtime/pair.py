@@ -1,7 +1,6 @@
 """Loading a target, a draft that fits it, and their tokenizer."""
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, PLACEMENTS, RESIDENT
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.masks import causal_mask
 from sequoia_plan.runtime.base.sampling import not_followed
 from sequoia_plan.runtime.draft.checkpoint import EAGLE3, Checkpoint, errors_of, find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
@@ -27,6 +26,7 @@ from sequoia_plan.runtime.models.gguf import is_gguf
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.models.pretrained import find_model, name_of
 from sequoia_plan.runtime.models.vocabulary import common_tokens, shared_vocabulary
+from sequoia_plan.runtime.offload.weight_file import OnBytes
 
 LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
@@ -82,7 +82,7 @@ def load_pair(
     memory: str | int | None = None,
     bits: int | None = None,
     draft_vocabulary: str | None = None,
-    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    on_bytes: OnBytes = lambda done, total: None,
 ) -> Pair:
     """Load a target and a draft that share a vocabulary.
 
@@ -133,25 +133,24 @@ def load_pair(
         offloaded = backends.OffloadedModel(
             target, device, dtype, placement, offload, memory, on_bytes
         )
-        model = offloaded.model
-        pair = Pair(model, None, model.tokenizer, {}, f"streamed from {offload}", _remarks(model))
-        pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
-        offloaded.place(pair.draft)
+        model, how = offloaded.model, f"streamed from {offload}"
     else:
         model = backends.load_model(target, device, dtype, placement, bits, on_bytes)
         how = str(model.metadata()["placement"])
-        pair = Pair(model, None, model.tokenizer, {}, how, _remarks(model))
-        pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
-        if bits:
-            cost = _cost_of_rounding(pair, target, device, dtype, bits)
-            pair = replace(pair, remarks=(*pair.remarks, cost))
+    pair = Pair(model, None, model.tokenizer, {}, how, _remarks(model))
+    pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
+    if offload:
+        offloaded.place(pair.draft)
+    elif bits:
+        cost = _cost_of_rounding(pair, target, device, dtype, bits)
+        pair = replace(pair, remarks=(*pair.remarks, cost))
     if draft_vocabulary and isinstance(pair.draft, LoadedModel):
         pair.draft.cut_vocabulary(_tokens_of(draft_vocabulary, pair.target))
         tokens = f"{pair.draft.vocabulary} tokens of {name_of(draft_vocabulary)}"
         pair.metadata["draft"]["vocabulary"] = tokens
     pair.metadata["target"] = pair.target.metadata()
     if pair.draft is not None:
-        pair.metadata["draft"] = pair.metadata.get("draft", {}) | pair.draft.metadata()
+        pair.metadata["draft"] |= pair.draft.metadata()
         sizes = [pair.metadata[role].get("parameters", 0) for role in ("target", "draft")]
         if sizes[1] > sizes[0]:
             remark = f"the draft has {sizes[1]:,} parameters, the target {sizes[0]:,}: swap them?"
@@ -165,7 +164,7 @@ def add_draft(
     device: str,
     dtype: str,
     placement: str,
-    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    on_bytes: OnBytes = lambda done, total: None,
     target_source: str | None = None,
 ) -> Pair:
     """The pair with the draft of this name; its metadata has the draft's name.
@@ -308,7 +307,7 @@ def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, b
     for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
         tokens = torch.tensor(pair.tokenizer(str(prompt.text))["input_ids"])
         places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
-        mask = additive_mask(places <= places[:, None], pair.target.dtype)
+        mask = causal_mask(places, len(tokens), pair.target.dtype)
         logits = pair.target(cache, tokens, places, places, mask).logits
         expected, rounded = (
             x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], logits)

@@ -37,8 +37,12 @@ class TreeStep:
         self.branching = tree.branching  # a plain int, which a trace of a step takes as constant
         self.tensors = TreeTensors.of(tree, self.device, self.target.dtype)
         drafter = self.drafter
-        self.passes: tuple[DraftPass, ...] = drafter.passes(tree, self.tensors) if drafter else ()
+        self.passes: tuple[DraftPass, ...] = ()
+        if drafter and tree.num_drafted_levels:
+            self.passes = drafter.passes(tree, self.tensors)
         self.num_parents = sum(draft_pass.num_parents for draft_pass in self.passes)
+        self.rows_of_passes = [draft_pass.input_slots.numel() for draft_pass in self.passes]
+        self.max_rows = max([tree.size, *self.rows_of_passes])
         self.alternates = family is not None
         self.lookup = Lookup.of(family or tree)
         self.verifier = TreeVerifier(tree, self.device, drafter.d2t if drafter else None)
@@ -49,8 +53,7 @@ class TreeStep:
         self.target.prefetch()
         drafted = self.draft(extent, sampling)
         logits = self.process_target(self.forward_target(extent))
-        accepted = self.verify(logits, drafted, sampling)
-        return self.commit(accepted)
+        return self.commit(self.verify(logits, drafted, sampling))
 
     def draft(self, extent: int, sampling: Sampling) -> DraftedTree:
         """Draft the tree; its tokens are then in the sequence.

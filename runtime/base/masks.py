@@ -15,6 +15,11 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill(~visible, torch.finfo(dtype).min)
 
 
+def causal_mask(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:
+    """[tokens, extent]: the tokens in `slots` (int64 [tokens]) see all slots up to their own."""
+    return additive_mask(torch.arange(extent, device=slots.device) <= slots[:, None], dtype)
+
+
 def mask_as_dtype(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """An additive mask in another dtype, whose lowest number may be higher."""
     return mask if mask.dtype == dtype else mask.to(dtype).clamp(min=torch.finfo(dtype).min)

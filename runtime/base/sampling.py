@@ -235,7 +235,7 @@ class Sampling:
             return logits
         logits, temperature = logits.float(), self.draft_temperature or self.temperature
         if loops := loops_for(logits):
-            return _fill(loops.softmax, logits, temperature)
+            return _fill(loops.target_probs, logits, temperature, 0, 1.0, 0.0)
         return torch.softmax(logits / temperature, -1)
 
     def draw_children(self, logits: Tensor, count: int, bits: Tensor) -> tuple[Tensor, Tensor]:

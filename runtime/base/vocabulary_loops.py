@@ -79,15 +79,6 @@ def _scale(probs, factor):
 
 
 @compiled
-def softmax(rows, largest, temperature):
-    """softmax(row / temperature) in place of each row; `largest` [rows], the largest numbers."""
-    sums = np.empty(-(-rows.shape[1] // BLOCK))
-    for row in range(len(rows)):
-        total = weigh(rows[row], largest[row], -LARGEST, temperature, sums)
-        _scale(rows[row], np.float32(1 / total))
-
-
-@compiled
 def _in_order(bits):
     """Bits of floats as integers in the same order, and back; LLVM takes maxima of these faster."""
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
@@ -213,9 +204,7 @@ def _keep_from(probs, lowest):
     for token in range(probs.size):
         probs[token] = probs[token] if probs[token] >= lowest else ZERO
         total += probs[token]
-    factor = np.float32(1) / total
-    for token in range(probs.size):
-        probs[token] *= factor
+    _scale(probs, np.float32(1) / total)
 
 
 @compiled

@@ -17,6 +17,7 @@ from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.drafter import DraftPass, HiddenStateDrafter, children_to_draw
+from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 
 
@@ -31,7 +32,7 @@ class DFlashDrafter(HiddenStateDrafter):
         """
         levels = range(tree.num_drafted_levels)
         parents_of_draws = [tree.nodes_with_children(level) for level in levels]
-        if levels and not self.model.path_head:
+        if not self.model.path_head:
             parents_of_draws = [np.concatenate(parents_of_draws)]
         passes: list[DraftPass] = []
         device = tensors.nodes.device
@@ -73,12 +74,6 @@ class DFlashDrafter(HiddenStateDrafter):
         slots = capacity + self.model.block.size
         return TreeCache(self.model.cache_layout(), slots, self.model.device)
 
-    def prefill_hidden_states(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
-    ) -> None:
-        """Cache keys and values made of the target's hidden states of a part of the prompt."""
-        self.keep_hidden_states(cache, slots, hidden_states)
-
     def forward(
         self,
         draft_pass: DraftPass,
@@ -93,7 +88,7 @@ class DFlashDrafter(HiddenStateDrafter):
             is_root = draft_pass.offsets == 0
             tokens = torch.where(is_root, sequence.tokens[length], block.mask_token)[None]
             masks = self.model.block_masks(length, extent)
-            with self.model.attending():
+            with attending(self.model.config):
                 cache = sequence.draft.at(slots, extent)
                 hidden_states = self.model(tokens, slots[None], masks, cache)[0]
             logits = self.model.head(hidden_states)[:, : self.vocabulary]

@@ -60,31 +60,41 @@ class DraftedTree:
 class Drafter(Protocol):
     """Drafts the tokens of a tree. `d2t` int64 [vocabulary]."""
 
+    model: Any
     drafting: Drafting
     vocabulary: int
     d2t: Tensor | None
     aux_hidden_state_layers: tuple[int, ...] = ()
     notes_finite: bool = True
+    """Does each pass note in its cache whether its logits are finite?"""
     part_of_step: Any = None
     """What a compiled step runs in its place (see `Backend.new_step`)."""
-    """Does each pass note in its cache whether its logits are finite?"""
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
-        """The passes of a step with `tree`, as wide as `drafting` declares."""
+        """The passes of a step with `tree`, which drafts, as wide as `drafting` declares."""
 
     def new_cache(self, capacity: int) -> TreeCache:
         """The cache for a sequence of up to `capacity` slots."""
 
     def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
-        """Read `tokens` (int64 [n]) from slot `start` on; those before were read already."""
+        """Read `tokens` (int64 [n]) from slot `start` on; those before were read already.
+
+        A draft that reads the target's hidden states does so in `prefill_hidden_states`.
+        """
+        return None
 
     def prefill_hidden_states(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
+        self, sequence: SequenceState, slots: Tensor, extent: int, hidden_states: Tensor
     ) -> None:
-        """Take the target's hidden states of a part of the prompt, after `prefill`.
+        """Read a part of the prompt, once the target has, after `prefill`.
 
-        `tokens`, `slots` int64 [tokens]; `hidden_states` [tokens, width].
+        `slots` int64 [tokens]; `hidden_states`: the target's, [tokens, width].
         """
+        self.keep_hidden_states(sequence.draft, slots, hidden_states)
+        self.catch_up(sequence, slots, extent)
+
+    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+        """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
         return None
 
     def forward(
@@ -126,62 +136,9 @@ class Drafter(Protocol):
         """The logits after tokens of a known text, as decoding steps would compute them.
 
         The level of a token matters to a draft that reads the target's hidden states: in a step, it
-        has read those of tokens before the root only. `slots` int64 [positions];
-        `aux_hidden_states` [positions, width].
+        has read those of tokens before the root only. So each step is drafted as a chain whose
+        tokens are known. `slots` int64 [positions]; `aux_hidden_states` [positions, width].
         """
-
-    def splits_keys(self, tokens: int) -> bool:
-        """Do passes of up to so many tokens read no keys after their own, at any extent?"""
-        return False
-
-    def num_read_again(self, tree: TokenTree) -> int:
-        """How many committed tokens before the root the first pass of a step with `tree` reads."""
-        return 0
-
-    def max_unread(self, tree: TokenTree) -> int:
-        """How many of the last tokens the draft may not have read after a step with `tree`.
-
-        The next root does not count. Only trees that look up their spine leave tokens unread that
-        the next step's first pass does not read anyway.
-        """
-        return 0
-
-    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
-        """Read the committed tokens in `slots` (int64 [tokens]), for the first time or again."""
-        return None
-
-    def commit(self, sequence: SequenceState, path: Tensor) -> None:
-        """Keep what belongs to the nodes in `path` (int64 [depth]), before the length grows."""
-
-
-class HiddenStateDrafter(Drafter):
-    """What drafters with models of `HiddenStateDraft` have in common."""
-
-    model: Any
-
-    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None = None) -> None:
-        self.model, self.vocabulary, self.d2t, self.dtype = model, vocabulary, d2t, model.dtype
-        self.packed = self.part_of_step = model.packed
-        self.feature_dtype = self.packed.feature_dtype if self.packed else model.dtype
-        self.notes_finite = bool(self.packed)
-        self.aux_hidden_state_layers = model.aux_hidden_state_layers
-        self.drafting = model.drafting
-
-    def prefill(self, cache: TreeCache, tokens: Tensor, start: int) -> None:
-        """The draft reads the prompt in `prefill_hidden_states`."""
-        cache.finite.fill_(True)
-
-    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
-        """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
-
-    def logits_over_text(
-        self,
-        sequence: SequenceState,
-        slots: Tensor,
-        levels: Sequence[int],
-        aux_hidden_states: Tensor | None,
-    ) -> Tensor:
-        """See `Drafter`; each step is drafted as a chain whose tokens are known."""
         assert aux_hidden_states is not None
         chain = TokenTree.chain(min(max(0, *levels) + 2, self.model.drafting.max_depth))
         tensors = TreeTensors.of(chain, slots.device, self.model.dtype)
@@ -205,11 +162,46 @@ class HiddenStateDrafter(Drafter):
         sequence.length.copy_(length)
         return torch.cat(logits_of_steps)
 
+    def splits_keys(self, tokens: int) -> bool:
+        """Do passes of up to so many tokens read no keys after their own, at any extent?"""
+        return False
+
+    def num_read_again(self, tree: TokenTree) -> int:
+        """How many committed tokens before the root the first pass of a step with `tree` reads."""
+        return 0
+
+    def max_unread(self, tree: TokenTree) -> int:
+        """How many of the last tokens the draft may not have read after a step with `tree`.
+
+        The next root does not count. Only trees that look up their spine leave tokens unread that
+        the next step's first pass does not read anyway.
+        """
+        return 0
+
+    def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
+        """Read the committed tokens in `slots` (int64 [tokens]), for the first time or again."""
+        return None
+
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
-        """Keep the hidden states that the target's pass has recorded of the nodes in `path`."""
+        """Keep what belongs to the nodes in `path` (int64 [depth]), before the length grows.
+
+        By default, the hidden states that the target's pass has recorded of them.
+        """
         slots = sequence.length + torch.arange(path.numel(), device=path.device)
         hidden_states = sequence.aux_hidden_states.index_select(0, path)
         self.keep_hidden_states(sequence.draft, slots, hidden_states)
+
+
+class HiddenStateDrafter(Drafter):
+    """What drafters with models of `HiddenStateDraft` have in common."""
+
+    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None) -> None:
+        self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
+        self.packed = self.part_of_step = model.packed
+        self.feature_dtype = self.packed.feature_dtype if self.packed else model.dtype
+        self.notes_finite = bool(self.packed)
+        self.aux_hidden_state_layers = model.aux_hidden_state_layers
+        self.drafting = model.drafting
 
 
 def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -225,13 +217,12 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     the spine is looked up, its node on a level is the first of them.
     """
     passes: list[DraftPass] = []
-    previous_parents: Any = None
     for level in range(tree.num_drafted_levels):
         parents = tree.nodes_with_children(level)
-        nodes = torch.as_tensor(np.asarray(parents, np.int64), device=tensors.nodes.device)
+        nodes = torch.as_tensor(parents, dtype=torch.long, device=tensors.nodes.device)
         parent_rows: Tensor | None = None
         if level:
-            rows = np.searchsorted(previous_parents, tree.parents[parents]).astype(np.int64)
+            rows = np.searchsorted(tree.nodes_with_children(level - 1), tree.parents[parents])
             parent_rows = torch.as_tensor(rows, device=nodes.device)
         passes.append(
             DraftPass(
@@ -242,7 +233,6 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
                 **children_to_draw(tree, parents, nodes.device),
             )
         )
-        previous_parents = parents
     return tuple(passes)
 
 
@@ -272,8 +262,9 @@ def children_to_draw(
             looked_up = torch.as_tensor(np.stack([rows, nodes])[:, is_on_spine], device=device)
         # One draw more than needed: where the draft leaves too few tokens, the one that is looked
         # up may be among the draws.
-        num_draws = int(ranks[tree.classes[tree.parents[nodes]] == 0].max(initial=-1)) + 1
-        ranks = ranks - (tree.classes[tree.parents[nodes]] == 0)  # its siblings begin with rank 0
+        has_spine_parent = tree.classes[tree.parents[nodes]] == 0
+        num_draws = int(ranks[has_spine_parent].max(initial=-1)) + 1
+        ranks = ranks - has_spine_parent  # its siblings begin with rank 0
         nodes, rows, ranks = nodes[~is_on_spine], rows[~is_on_spine], ranks[~is_on_spine]
     max_children = int(ranks.max(initial=-1)) + 1
     return {

@@ -18,6 +18,7 @@ from sequoia_plan.runtime.draft.drafter import (
     distinct_slots,
     passes_by_level,
 )
+from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.models.split_keys import splits_keys
 
@@ -30,8 +31,6 @@ class EagleDrafter(HiddenStateDrafter):
 
         The first reads as many committed tokens as there are passes and one more, the root last.
         """
-        if not tree.num_drafted_levels:
-            return ()
         first, *deeper = passes_by_level(tree, tensors)
         # relative to the root's slot: -(depth - 1), ..., -1, 0 in a tree that is drafted whole
         slots = torch.arange(-tree.num_drafted_levels, 1, device=tensors.nodes.device)
@@ -52,22 +51,14 @@ class EagleDrafter(HiddenStateDrafter):
         """
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
-        cache: Any
         if self.packed:
-            cache = self.packed.new_cache(capacity, counts_positions=windowed)
+            cache = self.packed.runner.new_cache(capacity, counts_positions=windowed)
         else:
             layout = self.model.cache_layout()
             cache = TreeCache(layout, capacity, device, counts_positions=windowed)
         shape = (capacity + 1, self.model.feature_width)
         cache.features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
-
-    def prefill_hidden_states(
-        self, cache: Any, tokens: Tensor, slots: Tensor, mask: Tensor, hidden_states: Tensor
-    ) -> None:
-        """Read a part of the prompt, each token with the feature of the token before it."""
-        self.keep_hidden_states(cache, slots, hidden_states)
-        self._read_committed(cache, tokens, slots, mask.shape[1])
 
     def forward(
         self,
@@ -81,7 +72,7 @@ class EagleDrafter(HiddenStateDrafter):
         The first pass reads committed tokens, whose features are recorded, and later passes read
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
-        cache: Any = sequence.draft
+        cache = sequence.draft
         passes = (draft_pass, *draft_pass.later)
         rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
         rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
@@ -144,19 +135,15 @@ class EagleDrafter(HiddenStateDrafter):
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
-        self._read_committed(sequence.draft, sequence.tokens[slots], slots, extent)
+        cache, mask = sequence.draft, _mask_of_committed(slots, extent, self.model.dtype)
+        (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
+        self._read(cache, sequence.tokens[slots], cache.features[slots], rows, 1)
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features that hidden states make. Nothing in the cache is moved: the next
         first pass reads the accepted tokens again."""
         features = (self.packed or self.model).fuse(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
-
-    def _read_committed(self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int) -> None:
-        """Read committed tokens in `slots`, each with the feature of the token before it."""
-        mask = _mask_of_committed(slots, extent, self.model.dtype)
-        (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
-        self._read(cache, tokens, cache.features[slots], rows, 1)
 
     def _read(
         self,
@@ -179,7 +166,7 @@ class EagleDrafter(HiddenStateDrafter):
             return logits[:, : self.vocabulary], outputs
         masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
         cache.at(slots, mask.shape[1])
-        with self.model.attending(slots):
+        with attending(self.model.config, slots):
             logits, outputs = self.model(
                 tokens[None], features[None], angles, masks, cache, logits_to_keep
             )

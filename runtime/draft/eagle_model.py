@@ -27,7 +27,30 @@ class Eagle3Norms:
     each_before_fc: bool = False
 
 
-class Eagle3(HiddenStateDraft):
+class EagleModel(HiddenStateDraft):
+    """What the models have in common. `run` makes each row's output of embedding and feature."""
+
+    run: Any
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        angles: tuple[Tensor, Tensor],
+        masks: Mapping[str, Tensor],
+        cache: TreeCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over input rows; training uses it, too. Returns logits, and each row's output.
+
+        `tokens` int64 [batch, rows]; `features` [batch, rows, hidden size]; `angles`, cosines and
+        sines, [batch, rows, head_dim].
+        """
+        output = self.run(self.embed(tokens), features, angles, masks, cache)
+        return self.head(output[:, -logits_to_keep:]), output  # [-0:] keeps all rows
+
+
+class Eagle3(EagleModel):
     """EAGLE-3: one layer that attends to embedding and feature side by side, then plain ones."""
 
     def __init__(self, norms: Eagle3Norms, **shared: Any) -> None:
@@ -68,24 +91,13 @@ class Eagle3(HiddenStateDraft):
         """The output of rows [..., width] -> logits [..., draft vocabulary]."""
         return super().head(hidden_states if self.norms.output else self.norm(hidden_states))
 
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        angles: tuple[Tensor, Tensor],
-        masks: Mapping[str, Tensor],
-        cache: TreeCache | None = None,
-        logits_to_keep: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """One pass over input rows; training uses it, too. Returns logits, and each row's output.
-
-        The first layer attends to embedding and feature; the residual stream has the feature.
-        `tokens` int64 [batch, rows]; `features` [batch, rows, hidden size]; `angles`, cosines and
-        sines, [batch, rows, head_dim].
-        """
+    def run(
+        self, embedded: Tensor, features: Tensor, angles: Any, masks: Any, cache: Any
+    ) -> Tensor:
+        """The first layer attends to embedding and feature; the residual stream has the feature."""
         first: Any = self.layers[0]
         normed = first.hidden_norm(features)
-        embedding_and_feature = torch.cat([first.input_layernorm(self.embed(tokens)), normed], -1)
+        embedding_and_feature = torch.cat([first.input_layernorm(embedded), normed], -1)
         attended, _ = first.self_attn(
             hidden_states=embedding_and_feature,
             attention_mask=masks[self.layer_types[0]],
@@ -97,11 +109,10 @@ class Eagle3(HiddenStateDraft):
         mlp = first.mlp(first.post_attention_layernorm(hidden))
         hidden = add_before(getattr(first, "next_norm", (None,))[0], hidden, mlp)
         hidden = self.run_layers(hidden, angles, masks, cache, first_layer=1)
-        output = self.norm(hidden) if self.norms.output else hidden
-        return self.head(output[:, -logits_to_keep:]), output  # [-0:] keeps all rows
+        return self.norm(hidden) if self.norms.output else hidden
 
 
-class Eagle1(HiddenStateDraft):
+class Eagle1(EagleModel):
     """EAGLE-1 and EAGLE-2: plain layers over embedding and feature, made one by a linear layer.
 
     The first layer has no input norm. The feature is the target's last hidden state after its final
@@ -117,16 +128,6 @@ class Eagle1(HiddenStateDraft):
         first: Any = self.layers[0]
         first.input_layernorm = nn.Identity()
 
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        angles: tuple[Tensor, Tensor],
-        masks: Mapping[str, Tensor],
-        cache: TreeCache | None = None,
-        logits_to_keep: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """As for `Eagle3`. A linear layer makes one vector of embedding and feature."""
-        hidden = self.fc(torch.cat([self.embed(tokens), features], -1))
-        hidden = self.run_layers(hidden, angles, masks, cache)
-        return self.head(hidden[:, -logits_to_keep:]), hidden  # [-0:] keeps all rows
+    def run(self, embedded: Tensor, features: Tensor, *inputs: Any) -> Tensor:
+        """A linear layer makes one vector of embedding and feature."""
+        return self.run_layers(self.fc(torch.cat([embedded, features], -1)), *inputs)

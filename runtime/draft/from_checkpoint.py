@@ -159,12 +159,8 @@ def _build(checkpoint: Checkpoint, target: LoadedModel) -> HiddenStateDraft:
     if algorithm == EAGLE1:
         draft = Eagle1(bias="fc.bias" in weights, **arguments)
     elif algorithm == EAGLE3:
-        norms = Eagle3Norms(
-            before_residual=bool(settings.get("norm_before_residual")),
-            output=bool(settings.get("norm_output")),
-            before_fc=bool(settings.get("norm_before_fc")),
-            each_before_fc=bool(settings.get("fc_norm")),
-        )
+        keys = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+        norms = Eagle3Norms(*(bool(settings.get(key)) for key in keys))
         draft = Eagle3(norms=norms, **arguments)
     else:
         if algorithm == DFLASH2 and d2t is not None:

@@ -22,7 +22,6 @@ from sequoia_plan.artifacts import EAGLE_DRAFT, Drafting
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, rope_changes
-from sequoia_plan.runtime.models.attention import attending
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.models.metadata import module_metadata
 from sequoia_plan.runtime.models.module_state import Watch, check_mode, weight_memory, weights
@@ -49,6 +48,7 @@ class HiddenStateDraft(nn.Module):
     packed: Any
     """What runs its passes in place of its modules; see `backends.pack_draft`."""
     num_changes = 0
+    weight_memory = weight_memory
 
     def __init__(
         self,
@@ -129,10 +129,6 @@ class HiddenStateDraft(nn.Module):
         """Can a pass be a part of a CUDA graph?"""
         return is_on_one_cuda_device(self) and not rope_changes(self.config)
 
-    def weight_memory(self) -> tuple[tuple[int, int], ...]:
-        """Address and bytes of each tensor."""
-        return weight_memory(self)
-
     def new_layers(self) -> nn.ModuleList:
         """New layers, which have weights of no meaning."""
         return nn.ModuleList(
@@ -181,10 +177,6 @@ class HiddenStateDraft(nn.Module):
             windowed = windowed_mask(cache, mask, positions, slots, self.window)
             masks[WINDOWED] = windowed[None, None]
         return masks
-
-    def attending(self, slots: Tensor | None = None) -> Any:
-        """A context in which its passes use the same attention kernels as the target's."""
-        return attending(self.config, slots)
 
     def run_layers(
         self,

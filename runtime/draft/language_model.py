@@ -1,14 +1,14 @@
 """Drafting with a language model, one pass a level, with a KV cache of its own."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.artifacts import LANGUAGE_MODEL, Drafting, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.masks import additive_mask, causal_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.drafter import (
@@ -24,9 +24,9 @@ from sequoia_plan.runtime.models.loaded_model import ForwardOutput, LoadedModel
 class LanguageModelDrafter(Drafter):
     """A transformers causal LM as a drafter (see `Drafter`)."""
 
-    drafting: Drafting = LANGUAGE_MODEL
+    drafting = LANGUAGE_MODEL
 
-    def __init__(self, model: LoadedModel, vocabulary: int, d2t: Tensor | None = None) -> None:
+    def __init__(self, model: LoadedModel, vocabulary: int, d2t: Tensor | None) -> None:
         try:
             model.backend.prepare(())
         except SequoiaPlanError as error:
@@ -53,8 +53,6 @@ class LanguageModelDrafter(Drafter):
         The first pass also reads the token before the root again: if that was an accepted leaf, the
         draft has not read it yet.
         """
-        if not tree.num_drafted_levels:
-            return ()
         first, *deeper = passes_by_level(tree, tensors)
         # the token before the root attends to committed tokens only, which column 0 stands for
         committed = torch.zeros_like(tensors.mask[:1], dtype=torch.bool)
@@ -93,16 +91,9 @@ class LanguageModelDrafter(Drafter):
         )
         return ForwardOutput(output.logits[:, : self.vocabulary])
 
-    def logits_over_text(
-        self,
-        sequence: SequenceState,
-        slots: Tensor,
-        levels: Sequence[int],
-        aux_hidden_states: Tensor | None,
-    ) -> Tensor:
+    def logits_over_text(self, sequence: SequenceState, slots: Tensor, *_: Any) -> Tensor:
         """See `Drafter`: they do not depend on the level."""
-        columns = torch.arange(int(slots[-1]) + 1, device=slots.device)
-        mask = additive_mask(columns <= slots[:, None], self.model.dtype)
+        mask = causal_mask(slots, int(slots[-1]) + 1, self.model.dtype)
         logits = self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask).logits
         return logits[:, : self.vocabulary]
 
@@ -116,10 +107,8 @@ class LanguageModelDrafter(Drafter):
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]); the cache then has them."""
-        all_slots = torch.arange(extent, device=slots.device)
-        mask = additive_mask(all_slots <= slots[:, None], self.model.dtype)
-        tokens = sequence.tokens[slots]
-        self.model(sequence.draft, tokens, slots, slots, mask, logits_to_keep=1)
+        mask = causal_mask(slots, extent, self.model.dtype)
+        self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask, logits_to_keep=1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""

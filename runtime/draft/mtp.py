@@ -112,7 +112,7 @@ class MtpDraft(HiddenStateDraft):
         cache: Any = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """As for `Eagle1`. Of several heads, those of this level and of deeper ones run.
+        """As for `EagleModel`. Of several heads, those of this level and of deeper ones run.
 
         Features and outputs are of these alone, which tells the level; the first level's rows are
         committed tokens, one after the other.

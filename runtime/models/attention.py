@@ -46,13 +46,12 @@ def attend_shared_heads(
     key_heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     is_plain_sdpa = all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache"))
-    has_one_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    mask: Any = attention_mask
+    has_one_mask = mask is not None and mask.shape[1] == 1
     if dropout or not (has_one_mask and is_plain_sdpa and 1 in (sequences, tokens)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    assert attention_mask is not None
-    mask = attention_mask
 
     def attend_by_tensor_operations() -> Tensor:
         """What this function returns, for one sequence or one token of each."""

@@ -77,13 +77,12 @@ def in_joined_order(names: Iterable[str]) -> list[str]:
 
     Weights that lie in memory in this order are joined without a copy.
     """
-    ranks = {name: rank for rank, name in enumerate(JOINED_WEIGHTS)}
     return sorted(
         names,
         key=lambda name: min(
             (
                 (name.removesuffix(joined), rank)
-                for joined, rank in ranks.items()
+                for rank, joined in enumerate(JOINED_WEIGHTS)
                 if name.endswith(joined)
             ),
             default=("~", 0),
@@ -110,10 +109,10 @@ class FusedLayer(nn.Module):
     def __init__(self, layer: Any, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.self_attn = FusedAttention(layer.self_attn, tensors)
-        norms = {name: module for name, module in layer.named_children() if name.endswith("norm")}
-        for name, norm in norms.items():  # EAGLE-3 has one more, and EAGLE-1 one that does nothing
-            weight = tensors.get(f"{name}.weight")
-            setattr(self, name, norm if weight is None else fused_norm(norm, weight))
+        for name, norm in layer.named_children():
+            if name.endswith("norm"):  # EAGLE-3 has one more, and EAGLE-1 one that does nothing
+                weight = tensors.get(f"{name}.weight")
+                setattr(self, name, norm if weight is None else fused_norm(norm, weight))
         self.mlp = layer.mlp
         if has_gated_mlp(layer):
             self.mlp = FusedMLP(layer.mlp.act_fn, tensors)
@@ -141,7 +140,7 @@ class FusedLayer(nn.Module):
             self.input_layernorm(hidden_states),
             position_embeddings,
             attention_mask,
-            cache=cache_among(options),
+            **options,
         )
         hidden_states = add_before(self.post_attention_layernorm, hidden_states, attended)
         mlp = self.mlp(self.post_attention_layernorm(hidden_states))
@@ -185,8 +184,8 @@ class FusedAttention(nn.Module):
         self.k_norm: RMSNorm | None = None
         if "self_attn.q_norm.weight" in tensors:
             self.q_norm, self.k_norm = (
-                fused_norm(norm, tensors[f"self_attn.{name}.weight"])
-                for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm))
+                fused_norm(getattr(attention, name), tensors[f"self_attn.{name}.weight"])
+                for name in ("q_norm", "k_norm")
             )
         self.qkv_proj = _joined_linear(tensors, QUERY_KEY_VALUE)
         self.o_proj = _joined_linear(tensors, ("self_attn.o_proj",))

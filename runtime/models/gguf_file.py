@@ -15,19 +15,7 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts import SequoiaPlanError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """By a value's type in a file: its form for `struct`."""
 STRING, ARRAY = 8, 9
 SPLIT_COUNT = "split.count"

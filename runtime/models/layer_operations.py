@@ -40,7 +40,7 @@ def rms_norm(
     x = hidden_states.contiguous()
     added = x if addend is None else addend.contiguous()
     out, total = torch.empty_like(x), x if addend is None else torch.empty_like(x)
-    block = _next_power_of_two(width)
+    block = next_power_of_two(width)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         _kernels().rms_norm[(x.numel() // width,)](
             x, added, total, weight, out, width, epsilon, ADDS=addend is not None,
@@ -70,7 +70,7 @@ def rotate_and_cache(
             heads, *weights, cos, sin, slots, queries, keys, values, queries.shape[2], key_heads,
             keys.stride(1), norms[0].epsilon if norms else 0.0, NORMS=bool(norms),
             ROTATES=angles is not None, HEAD_DIM=head_dim,
-            BLOCK=_next_power_of_two(head_dim // 2), num_warps=1,
+            BLOCK=next_power_of_two(head_dim // 2), num_warps=1,
         )  # fmt: skip
     return queries.transpose(1, 2)
 
@@ -92,6 +92,6 @@ def _kernels() -> ModuleType:
     return importlib.import_module("sequoia_plan.runtime.models.layer_kernels")
 
 
-def _next_power_of_two(count: int) -> int:
+def next_power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

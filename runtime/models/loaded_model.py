@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
-from sequoia_plan.runtime.base.masks import additive_mask, mask_as_dtype, windowed_mask
+from sequoia_plan.runtime.base.masks import causal_mask, mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import (
     CHUNKED,
@@ -32,8 +32,8 @@ PREFILL_MULTIPLES = {"cpu": (1, 1), "cuda": (64, 512)}
 """On CUDA, a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels
 are chosen once."""
 
-ChunkCallback = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(tokens, slots, mask, aux hidden states) of a part of the prompt that the model has read."""
+ChunkCallback = Callable[[Tensor, int, Tensor], None]
+"""(slots, extent, aux hidden states) of a part of the prompt that the model has read."""
 Masks = Tensor | Mapping[str, Tensor | None]
 """An additive mask [tokens, extent], or one for each type of layer."""
 
@@ -80,6 +80,7 @@ class Backend(Protocol):
 
     def is_stale(self) -> bool:
         """Is the model no longer what the backend was made for?"""
+        return False
 
     def check(self) -> None:
         """Follow changes of the model, or raise SequoiaPlanError."""
@@ -139,6 +140,7 @@ class LoadedModel:
 
     Attributes:
         config: transformers' configuration of the language model.
+        module: transformers' model; None if nothing of it is in memory.
         tokens: the vocabulary as text, by number; empty if it is not known without the tokenizer.
         remarks: what a user should know about how it runs, a sentence each.
         d2t: of a draft that covers a part of its target's vocabulary, int64 [its vocabulary]: the
@@ -157,6 +159,7 @@ class LoadedModel:
         remarks: tuple[str, ...] = (),
     ) -> None:
         self.backend, self.config, self.name = backend, config, name
+        self.module = backend.module
         self.own_generation_config, self.load_tokenizer = generation_config, load_tokenizer
         self.tokens, self.remarks = tokens, remarks
         self.device, self.dtype = backend.device, backend.dtype
@@ -166,7 +169,7 @@ class LoadedModel:
         self.context = context_length(config)
         self.window, self.masks_by_layer_type = attention_window(config)
         self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
-        self.d2t: Tensor | None = getattr(unwrapped(backend.module), "d2t", None)
+        self.d2t: Tensor | None = getattr(unwrapped(self.module), "d2t", None)
 
     @property
     def generation_config(self) -> Any:
@@ -183,39 +186,9 @@ class LoadedModel:
         """What brings weights that are streamed; None if all are in memory."""
         return self.backend.stream
 
-    @property
-    def module(self) -> Any:
-        """transformers' model; None if nothing of it is in memory."""
-        return self.backend.module
-
-    @property
-    def version(self) -> int:
-        """Grows with each change of the weights that was noticed."""
-        return self.backend.version
-
     def metadata(self) -> dict[str, Any]:
         """Name, digest, content, dtype, parameters and placement, as profiles record them."""
         return {"name": self.name} | self.backend.metadata()
-
-    def check(self) -> None:
-        """Follow changes of the weights, or raise SequoiaPlanError."""
-        self.backend.check()
-
-    def refresh(self) -> None:
-        """Take the weights anew, whether or not a change can be seen."""
-        self.backend.refresh()
-
-    def can_be_captured(self) -> bool:
-        """See `Backend`."""
-        return self.backend.can_be_captured()
-
-    def is_on_one_cuda_device(self) -> bool:
-        """See `Backend`."""
-        return self.backend.is_on_one_cuda_device()
-
-    def weight_memory(self) -> tuple[tuple[int, int], ...]:
-        """See `Backend`."""
-        return self.backend.weight_memory()
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache for a sequence of up to `capacity` slots."""
@@ -287,11 +260,10 @@ class LoadedModel:
             # padding beyond the prompt stays hidden until a step writes to its slots
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
             slots = torch.arange(first, first + width, device=tokens.device)
-            columns = torch.arange(extent, device=tokens.device)
-            mask = additive_mask(columns <= slots[:, None], self.dtype)
+            mask = causal_mask(slots, extent, self.dtype)
             output = self(cache, chunk, slots, slots, mask, 1, hidden_states)
             if on_chunk is not None and output.hidden_states is not None:
-                on_chunk(chunk, slots, mask, output.hidden_states)
+                on_chunk(slots, extent, output.hidden_states)
 
     def _masks(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Masks:
         """The mask, or one for each type of layer.

@@ -2,12 +2,12 @@
 
 import functools
 import importlib
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sequoia_plan.runtime.base.kernel_launch import has_failed, kernels_available
+from sequoia_plan.runtime.models.layer_operations import next_power_of_two
 
 MAX_TOKENS, MIN_EXTENT = 256, 1024
 """With more tokens or fewer keys, PyTorch's kernels leave little of a device idle."""
@@ -62,12 +62,13 @@ def split_key_attention(
     `query` [1, heads, tokens, head_dim]; `key`, `value` [1, shared heads, extent, head_dim];
     `slots` int64 [tokens].
     """
-    kernels = _kernels()
+    # which only a machine with Triton can import
+    kernels = importlib.import_module("sequoia_plan.runtime.models.split_key_kernels")
     _, heads, tokens, head_dim = query.shape
     shared_heads, extent = key.shape[1], key.shape[2]
     group = heads // shared_heads
     num_rows = group * tokens
-    block_rows = min(max(16, 1 << (num_rows - 1).bit_length()), MAX_ROWS)
+    block_rows = min(max(16, next_power_of_two(num_rows)), MAX_ROWS)
     row_blocks = -(-num_rows // block_rows)
     capability, multiprocessors = _properties(query.device)
     block_keys = keys_of_a_block(block_rows, capability)
@@ -78,7 +79,7 @@ def split_key_attention(
     part_totals = torch.empty(num_parts, num_results, dtype=torch.float32, device=device)
     part_max = torch.empty_like(part_totals)
     attended = torch.empty(1, tokens, heads, head_dim, dtype=query.dtype, device=device)
-    block_dim = max(16, 1 << (head_dim - 1).bit_length())
+    block_dim = max(16, next_power_of_two(head_dim))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         kernels.attend_to_part[(shared_heads, row_blocks, num_parts)](
             query, key, value, mask, slots, part_sums, part_totals, part_max,
@@ -87,12 +88,12 @@ def split_key_attention(
             value.stride(2), mask.stride(2),
             HEAD_DIM=head_dim, HIDDEN=HIDDEN[mask.dtype], BLOCK_ROWS=block_rows,
             BLOCK_KEYS=block_keys, BLOCK_DIM=block_dim,
-            MAX_TOKENS=1 << (tokens - 1).bit_length(), num_warps=WARPS, num_stages=STAGES,
+            MAX_TOKENS=next_power_of_two(tokens), num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         kernels.merge_parts[(shared_heads, num_rows)](
             part_sums, part_totals, part_max, attended, num_parts, tokens, group,
             HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
-            MAX_PARTS=1 << (num_parts - 1).bit_length(), num_warps=WARPS,
+            MAX_PARTS=next_power_of_two(num_parts), num_warps=WARPS,
         )  # fmt: skip
     return attended
 
@@ -109,8 +110,3 @@ def _properties(device: torch.device) -> tuple[int, int]:
         return 0, 1
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count
-
-
-def _kernels() -> ModuleType:
-    """`split_key_kernels.py`, which only a machine with Triton can import."""
-    return importlib.import_module("sequoia_plan.runtime.models.split_key_kernels")

@@ -92,11 +92,7 @@ class CheckpointSource:
     def matrix(self, name: str) -> StoredMatrix:
         """See `WeightSource`."""
         rows = self.file_of[name].get_slice(name)
-        return StoredMatrix(
-            DTYPE_FORMATS[rows[:0].dtype],
-            *_sizes(rows.get_shape()),
-            lambda first, end: bytes_of_rows(rows[first:end]),
-        )
+        return stored_matrix(rows, rows.get_shape())
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """See `WeightSource`."""
@@ -117,25 +113,20 @@ class ModuleSource:
 
     def matrix(self, name: str) -> StoredMatrix:
         """See `WeightSource`."""
-        return stored_matrix(self.tensors[name])
+        return stored_matrix(self.tensors[name].detach())
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """See `WeightSource`."""
         return self.tensors[name].detach().float().numpy()
 
 
-def _sizes(shape: Sequence[int]) -> tuple[int, int]:
-    """A matrix's outputs and inputs."""
-    outputs, inputs = shape
-    return outputs, inputs
-
-
-def stored_matrix(weight: Tensor) -> StoredMatrix:
-    """A matrix in memory as rows of bytes."""
-    weight = weight.detach()
+def stored_matrix(weight: Any, shape: Sequence[int] = ()) -> StoredMatrix:
+    """A matrix as rows of bytes: one in memory, or one of this shape in a file."""
+    outputs, inputs = shape or weight.shape
     return StoredMatrix(
-        DTYPE_FORMATS[weight.dtype],
-        *_sizes(weight.shape),
+        DTYPE_FORMATS[weight[:0].dtype],
+        outputs,
+        inputs,
         lambda first, end: bytes_of_rows(weight[first:end]),
     )
 
@@ -147,16 +138,16 @@ def bytes_of_rows(rows: Tensor) -> NDArray[np.uint8]:
 
 def dense_rows(format: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Rows of bytes in one of ggml's formats as float32 [n, inputs]."""
+    rows = np.ascontiguousarray(rows)
     if format == "F32":
-        return np.ascontiguousarray(rows).view(np.float32)
+        return rows.view(np.float32)
     if format == "F16":
-        return np.ascontiguousarray(rows).view(np.float16).astype(np.float32)
+        return rows.view(np.float16).astype(np.float32)
     if format == "BF16":
-        bits = np.ascontiguousarray(rows).view(np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32)
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     from gguf import GGMLQuantizationType, dequantize  # of the extra gguf
 
-    return dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[format])
+    return dequantize(rows, GGMLQuantizationType[format])
 
 
 def content_of(files: Sequence[Path]) -> str:

@@ -12,8 +12,10 @@ from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 def check_tokenizers(target: Any, draft: Any) -> int:
     """Compare two tokenizers token by token."""
-    target_tokens = {number: token for token, number in target.get_vocab().items()}
-    draft_tokens = {number: token for token, number in draft.get_vocab().items()}
+    target_tokens, draft_tokens = (
+        {number: token for token, number in tokenizer.get_vocab().items()}
+        for tokenizer in (target, draft)
+    )
     common_size = min(max(target_tokens), max(draft_tokens)) + 1
     for number in range(common_size):
         target_token, draft_token = target_tokens.get(number), draft_tokens.get(number)

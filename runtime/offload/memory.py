@@ -153,5 +153,6 @@ def cache_bytes(model: Any) -> int:
 
 def own_bytes(draft: Any, target: Any) -> int:
     """Bytes of a draft's weights, without those that it shares with the target."""
-    shared = dict(target.weight_memory())
-    return sum(size for address, size in draft.weight_memory() if address not in shared)
+    shared = dict(target.backend.weight_memory())
+    own = getattr(draft, "backend", draft).weight_memory()
+    return sum(size for address, size in own if address not in shared)

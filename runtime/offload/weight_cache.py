@@ -2,16 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
 from msgspec import structs
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.models.stored import Source, content_of, fingerprint
+from sequoia_plan.runtime.models.stored import content_of, fingerprint
 from sequoia_plan.runtime.offload.weight_file import (
     Fill,
     OnBytes,
@@ -54,14 +53,11 @@ def cached_weights(
                 file.close()
             if is_locked:
                 layout, fill = plan()
-                hashed = stack.enter_context(ThreadPoolExecutor(1)).submit(content_of, files)
-                write_weights(path, layout, fill, partial(_with_content, source, hashed), on_bytes)
+                made_from = stack.enter_context(ThreadPoolExecutor(1)).submit(
+                    lambda: structs.replace(source, content=content_of(files))
+                )
+                write_weights(path, layout, fill, made_from.result, on_bytes)
     return WeightFile(path, source.fingerprint)
-
-
-def _with_content(source: Source, hashed: Future[str]) -> Source:
-    """The source, once its hash is there."""
-    return structs.replace(source, content=hashed.result())
 
 
 def cache_folder() -> Path:

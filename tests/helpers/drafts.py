@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
@@ -221,8 +220,7 @@ def started(drafter_class, draft, text, features, committed):
     sequence.length.fill_(committed)
     drafter.prefill(sequence.draft, text[:committed], 0)
     for slots in torch.arange(committed).split(committed - 3 if committed > 4 else committed):
-        mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
-        drafter.prefill_hidden_states(sequence.draft, text[slots], slots, mask, features[slots])
+        drafter.prefill_hidden_states(sequence, slots, int(slots[-1]) + 1, features[slots])
     return drafter, sequence
 
 

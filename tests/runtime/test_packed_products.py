@@ -62,7 +62,7 @@ def random_rows(name, outputs=NUM_OUTPUTS, inputs=INPUTS):
 def pack(name, rows, inputs=INPUTS):
     """A matrix whose tiles had other bytes before."""
     format = FORMAT_NAMES.index(name)
-    tiles = aligned_zeros((num_tiles(format, len(rows)), tile_bytes(format, inputs)))
+    tiles = aligned_zeros((num_tiles(len(rows)), tile_bytes(format, inputs)))
     tiles[:] = 99
     pack_rows(format, rows, inputs, tiles)
     return Matrix(format, len(rows), inputs, tiles)

@@ -35,10 +35,8 @@ def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequ
         # one hook serves all decoders of a model
         if any(isinstance(hook, partial) and hook.args == (number,) for hook in hooks.values()):
             continue
-        if number == 0:
-            module.register_forward_pre_hook(partial(_record_input, number), with_kwargs=True)
-        else:
-            module.register_forward_hook(partial(_record_output, number), with_kwargs=True)
+        register = module.register_forward_hook if number else module.register_forward_pre_hook
+        register(partial(_record, number), with_kwargs=True)
 
 
 def take_aux_hidden_states(
@@ -62,18 +60,14 @@ def tree_cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache
     return None
 
 
-def _record_input(
-    number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _record(
+    number: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any = None,
 ) -> None:
-    """A hook: record the hidden states that a module reads under `number` in its TreeCache."""
+    """A hook: record what a module returns under `number` in its TreeCache; if 0, what it reads."""
     if (cache := tree_cache_among(args, kwargs)) is not None:
-        cache.aux_hidden_states[number] = args[0] if args else kwargs["hidden_states"]
-
-
-def _record_output(
-    number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    """A hook: record the hidden states that a module returns under `number` in its TreeCache."""
-    if (cache := tree_cache_among(args, kwargs)) is not None:
-        hidden_states = output if isinstance(output, Tensor) else output[0]
-        cache.aux_hidden_states[number] = hidden_states
+        states = output if number else (args or [kwargs["hidden_states"]])
+        cache.aux_hidden_states[number] = states if isinstance(states, Tensor) else states[0]

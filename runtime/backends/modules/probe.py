@@ -9,7 +9,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache
 from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.masks import causal_mask
 from sequoia_plan.runtime.base.tree_tensors import TreeTensors
 from sequoia_plan.runtime.models.architecture import execution_device, model_type, unwrapped
 from sequoia_plan.runtime.models.attention import IMPLEMENTATIONS, attention_implementation
@@ -120,8 +120,7 @@ def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float
         start, end = end, end + right
         chain = torch.cat([tokens[start:end], tokens[:wrong]])
         slots = torch.arange(start, end + wrong, device=chain.device)
-        columns = torch.arange(EXTENT, device=chain.device)
-        mask = additive_mask(columns <= slots[:, None], model.dtype)
+        mask = causal_mask(slots, EXTENT, model.dtype)
         cache.save()
         logits = model(cache, chain, slots, slots, mask).logits
         cache.roll_back(torch.tensor([right]))
@@ -158,8 +157,8 @@ def _node_logits(model: LoadedModel, cache: TreeCache, tokens: Tensor) -> Tensor
     device, dtype = model.device, model.dtype
     # the first pass reads the root too: the other nodes must find its keys in the cache
     causal_slots = torch.arange(PREFIX + 1, device=device)  # a slot is a position here
-    causal_mask = additive_mask(causal_slots <= causal_slots[:, None], dtype)
-    model(cache, tokens[: PREFIX + 1], causal_slots, causal_slots, causal_mask)
+    mask = causal_mask(causal_slots, PREFIX + 1, dtype)
+    model(cache, tokens[: PREFIX + 1], causal_slots, causal_slots, mask)
     prefix_length = torch.tensor([PREFIX], device=device)  # this is the root's slot and position
     tree = TreeTensors.of(TREE, device, dtype)
     column_of_slot = tree.columns(prefix_length, EXTENT)  # columns of the tree's mask

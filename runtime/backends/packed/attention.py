@@ -72,7 +72,7 @@ def compute_scores(
     builder, (kind, vector_kind) = emit.builder, WORD_KINDS[key_bytes]
     seen = [emit.load(emit.at(visible, 8 * query), LONG) for query in range(num_queries)]
     nothing = ir.Constant(ir.VectorType(BYTE, LANES), [0] * LANES)
-    hidden = ir.Constant(FLOATS, [HIDDEN] * LANES)
+    hidden = emit.numbers(HIDDEN)
     with emit.loop(blocks) as index:
         block = builder.add(index, first)
         totals = [emit.variables(BLOCK_VECTORS) for _ in range(num_queries)]
@@ -97,14 +97,14 @@ def compute_scores(
 def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any:
     """2 to the power of 16 float32 numbers, 0 if one is -127 or less."""
     builder = emit.builder
-    exponent = emit.larger(exponent, ir.Constant(FLOATS, [-127.0] * LANES))
-    rounding = ir.Constant(FLOATS, [ROUNDING] * LANES)
+    exponent = emit.larger(exponent, emit.numbers(-127.0))
+    rounding = emit.numbers(ROUNDING)
     rounded = builder.fadd(exponent, rounding)
     fraction = builder.fsub(exponent, builder.fsub(rounded, rounding))
-    power = ir.Constant(FLOATS, [EXP2[degree]] * LANES)
+    power = emit.numbers(EXP2[degree])
     for coefficient in EXP2[degree - 1 :: -1]:
-        power = emit.fma(power, fraction, ir.Constant(FLOATS, [coefficient] * LANES))
-    bits = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
+        power = emit.fma(power, fraction, emit.numbers(coefficient))
+    bits = builder.shl(builder.bitcast(rounded, WORDS), emit.words(23))
     scale = builder.bitcast(bits, FLOATS)
     return builder.fmul(power, scale)
 
@@ -115,7 +115,7 @@ def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> 
     builder = emit.builder
     largest = emit.variables(BLOCK_VECTORS)
     for variable in largest:
-        builder.store(ir.Constant(FLOATS, [LOWEST] * LANES), variable)
+        builder.store(emit.numbers(LOWEST), variable)
     with emit.loop(blocks) as block:
         start = emit.at(scores, (block, BLOCK * WORD_BYTES))
         parts = emit.load_vectors(start, BLOCK_VECTORS, FLOATS)
@@ -178,9 +178,9 @@ def gate(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
     """results = SiLU(gate) * up, 16 numbers of each."""
     builder = emit.builder
     value = emit.load(gate, FLOATS)
-    exponent = builder.fmul(value, ir.Constant(FLOATS, [-LOG2_E] * LANES))
-    one = ir.Constant(FLOATS, [1.0] * LANES)
-    highest = ir.Constant(FLOATS, [126.0] * LANES)
+    exponent = builder.fmul(value, emit.numbers(-LOG2_E))
+    one = emit.numbers(1.0)
+    highest = emit.numbers(126.0)
     exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, highest)
     silu = builder.fdiv(value, builder.fadd(one, _emit_exp2(emit, exponent)))
     emit.store(builder.fmul(silu, emit.load(up, FLOATS)), results)

@@ -1,6 +1,6 @@
 """A Llama-like model whose weights are packed, and whose pass is one compiled function."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,11 @@ from sequoia_plan.runtime.backends.packed.packed_pass import (
     cache_dtype,
     visible_slots,
 )
-from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros, dense_rows, round_rows
+from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros, dense_rows
 from sequoia_plan.runtime.backends.packed.weights import (
+    HEAD,
     PackedWeights,
+    Storage,
     describe,
     model_of,
     pack_into,
@@ -28,14 +30,14 @@ from sequoia_plan.runtime.backends.packed.weights import (
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import head_size
 from sequoia_plan.runtime.models.loaded_model import Backend, Masks
-from sequoia_plan.runtime.models.stored import StoredMatrix
+from sequoia_plan.runtime.models.stored import stored_matrix
 
 
 class PackedBackend(Backend):
     """Runs packed weights, once `use` was called.
 
     `recorded` is what profiles record of the model; `streamed_layers` are those that `stream`
-    brings. `check_source` raises SequoiaPlanError if the weights are no longer what they were.
+    brings.
     """
 
     module: Any = None
@@ -43,21 +45,15 @@ class PackedBackend(Backend):
     has_own_threads = True
     reads_embeddings = False  # from a file, when tokens need them
     kept_tokens: Tensor | None = None  # see `keep_logits`
+    stream: WeightStream | None = None
+    streamed_layers: Sequence[int] = ()
     new_step = new_step
 
     def __init__(
-        self,
-        weights: PackedWeights,
-        config: Any,
-        dtype: torch.dtype,
-        recorded: Mapping[str, Any],
-        stream: WeightStream | None = None,
-        streamed_layers: Sequence[int] = (),
-        check_source: Callable[[], None] = lambda: None,
+        self, weights: PackedWeights, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
-        self.recorded, self.stream, self.version = dict(recorded), stream, 0
-        self.streamed_layers, self.check_source = streamed_layers, check_source
+        self.recorded, self.version = dict(recorded), 0
         self.embedding, self.head_matrix = weights.embedding, weights.head
         self.num_embeddings = self.embedding.outputs
         self.vocabulary = self.head_matrix.outputs
@@ -73,8 +69,7 @@ class PackedBackend(Backend):
         # while a text is read, PyTorch has one thread
         workers = self.runner.workers.count if self.runner else torch.get_num_threads()
         self.runner = PackedPass(
-            model, config, self.vocabulary, config.num_key_value_heads, cached, workers,
-            self.stream, self.streamed_layers,
+            model, config, self.vocabulary, cached, workers, self.stream, self.streamed_layers,
         )  # fmt: skip
         self.runner.kept = weights, self.head_matrix
         if self.kept_tokens is not None:
@@ -82,14 +77,11 @@ class PackedBackend(Backend):
 
     def keep_logits(self, tokens: Tensor) -> None:
         """See `Backend`; rows of a head in other bits than 8 are rounded to these."""
-        self.kept_tokens, inputs = tokens, self.weights.head.inputs
-        rows = dense_rows(self.weights.head, tokens.numpy())
-        cut = StoredMatrix(
-            "Q8_0", len(rows), inputs, lambda first, end: round_rows(rows[first:end], 8)
-        )
+        self.kept_tokens, rows = tokens, dense_rows(self.weights.head, tokens.numpy())
+        cut = Storage(bits=8).of(HEAD, stored_matrix(torch.from_numpy(rows)))
         self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
         self.runner.kept = self.weights, self.head_matrix
-        self.vocabulary = self.runner.vocabulary = len(rows)
+        self.vocabulary = self.runner.vocabulary = cut.outputs
         self.runner.model = Model(
             **self.runner.model.fields | {"head": describe(self.head_matrix)[None]}
         )
@@ -108,17 +100,12 @@ class PackedBackend(Backend):
                 f"draft: reads the hidden state {wrong[0]} of a target that has 0 to {count}"
             )
 
-    def is_stale(self) -> bool:
-        """See `Backend`."""
-        return False
-
     def check(self) -> None:
         """See `Backend`."""
-        self.check_source()
 
     def refresh(self) -> None:
         """See `Backend`: a file's weights do not change."""
-        self.check_source()
+        self.check()
 
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
         """See `Backend`."""

@@ -82,12 +82,12 @@ class CompiledStep:
             target.runner, target.embedding, target.vocabulary, sequence.target, workers, rows,
             contexts[0], hidden_states,
         )  # fmt: skip
-        own = target.embedding
+        own, eagle = target.embedding, part if hasattr(part, "fc") else None
         if part:
             own, layers, first_inputs = part.embedding, (), 0
-            if hasattr(part, "fc"):
-                layers, first_inputs = part.output_layers, round_up(2 * part.runner.width, UNIT)
-                own = part.embedding(target)
+            if eagle:
+                layers, first_inputs = eagle.output_layers, round_up(2 * eagle.runner.width, UNIT)
+                own = eagle.embedding(target)
             drafting = new_reader(
                 part.runner, own, vocabulary, sequence.draft, workers, rows, contexts[-1],
                 layers, first_inputs,
@@ -98,7 +98,7 @@ class CompiledStep:
             t2d, own_tokens = np.full(target.vocabulary, -1), d2t.long().contiguous().numpy()
             t2d[own_tokens] = np.arange(own_tokens.size)
         self.step = Step(
-            target=reader, draft=drafting, eagle=eagle_of(part, sequence.draft, workers, rows),
+            target=reader, draft=drafting, eagle=eagle_of(eagle, sequence.draft, workers, rows),
             tokens=sequence.tokens.numpy(), length=sequence.length.numpy(),
             chain=sequence.lookup_chain.numpy(), embedding=embedding_of(target.embedding),
             draft_embedding=embedding_of(own), bits=sequence.bits.numpy(),
@@ -171,10 +171,8 @@ def new_step(target: Any, part: Any, sequence: SequenceState, **sizes: Any) -> C
     Those with windows cannot, and drafts that need embeddings which the target reads.
     """
     caches = [sequence.target, *([sequence.draft] if part else [])]
-    if (
-        not (part is None or hasattr(part, "runner"))
-        or (target.reads_embeddings and hasattr(part, "fc"))
-        or any(not isinstance(x, PackedCache) or x.positions is not None for x in caches)
+    if (target.reads_embeddings and hasattr(part, "fc")) or not all(
+        isinstance(cache, PackedCache) and cache.positions is None for cache in caches
     ):
         return None
     return CompiledStep(target, part, sequence, **sizes)
@@ -198,17 +196,17 @@ def new_reader(
     )  # fmt: skip
 
 
-def eagle_of(part: Any, cache: Any, workers: int, rows: int) -> Eagle:
-    """What an EAGLE-3 draft has beside its layer; nothing if the draft is none."""
+def eagle_of(eagle: Any, cache: Any, workers: int, rows: int) -> Eagle:
+    """What an EAGLE-3 draft has beside its layer; nothing if there is none."""
     fc, norms, features = NOTHING, NO_ROWS, NO_ROWS
     inputs = row_bytes = outputs = 0
-    if hasattr(part, "fc"):
-        fc, norms, features = describe(part.fc), np.stack(part.norms), cache.features.numpy()
-        inputs, row_bytes, outputs = int(fc[INPUTS]), int(fc[ROW_BYTES]), part.fc.outputs
+    if eagle:
+        fc, norms, features = describe(eagle.fc), np.stack(eagle.norms), cache.features.numpy()
+        inputs, row_bytes, outputs = int(fc[INPUTS]), int(fc[ROW_BYTES]), eagle.fc.outputs
     return Eagle(
         fc=fc, norms=norms, features=features,
         fused=aligned_zeros((workers, rows, round_up(inputs, UNIT)), np.float32),
         encoded=aligned_zeros((workers, rows * row_bytes)),
         products=np.zeros((rows, round_up(outputs, UNIT)), np.float32),
-        residual_is_normed=int(getattr(part, "residual_is_normed", 0)),
+        residual_is_normed=int(bool(eagle) and eagle.residual_is_normed),
     )  # fmt: skip

@@ -57,9 +57,7 @@ class PackedEagle:
         self.weights = packed_in_memory(source, IN_8_BITS)
         model = model_of(self.weights, config, config.head_dim, dtype.itemsize)
         self.fc = self.weights.matrix("model.fc.weight")
-        self.runner = PackedPass(
-            model, config, self.weights.head.outputs, config.num_key_value_heads, dtype, workers=1
-        )
+        self.runner = PackedPass(model, config, self.weights.head.outputs, dtype, workers=1)
         self.runner.kept = self.weights
         self.norms = [
             self.weights.vector(f"model.layers.0.{name}.weight")
@@ -83,17 +81,13 @@ class PackedEagle:
         self.pack()
         self.version += 1
 
-    def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
-        """A cache for a sequence of up to so many slots."""
-        return self.runner.new_cache(capacity, counts_positions=counts_positions)
-
     def embedding(self, target: Any) -> Any:
         """The embeddings that it reads; `target`: the backend of its target."""
         assert self.weights
         return target.embedding if self.draft.embed_tokens is None else self.weights.embedding
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """See `EagleModel.fuse`: [rows, states * width] -> float32 [rows, width]."""
+        """See `Eagle3.fuse`: [rows, states * width] -> float32 [rows, width]."""
         return multiplied(self.fc, hidden_states.float())
 
     def __call__(

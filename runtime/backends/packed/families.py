@@ -62,14 +62,13 @@ def why_not(config: Any, module: Any) -> str:
 
 def why_not_module(module: Any) -> str:
     """The same for a model in memory, whose modules may have been changed."""
-    if type(module) not in CLASSES.values():
-        return why_not(module.config, module)
-    if (attention := attention_implementation(module.config)) not in IMPLEMENTATIONS:
-        return f"it attends by {attention}"
-    if any(not is_as_defined(part) for part in module.modules()):
-        return "a module has hooks"
-    if name := _not_as_configured(module):
-        return f"{name} is not what its configuration says"
+    if type(module) in CLASSES.values():
+        if (attention := attention_implementation(module.config)) not in IMPLEMENTATIONS:
+            return f"it attends by {attention}"
+        if not all(map(is_as_defined, module.modules())):
+            return "a module has hooks"
+        if name := _not_as_configured(module):
+            return f"{name} is not what its configuration says"
     return why_not(module.config, module)
 
 

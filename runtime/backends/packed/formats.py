@@ -183,6 +183,6 @@ def tile_bytes(format: int, inputs: int) -> int:
     return num_steps(format, inputs) * FORMATS[format].step.itemsize
 
 
-def num_tiles(format: int, outputs: int) -> int:
+def num_tiles(outputs: int) -> int:
     """Tiles for so many outputs."""
     return -(-outputs // OUTPUTS)

@@ -1,7 +1,7 @@
 """A model whose weights are packed in a file of the cache: mapped, or streamed from it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,13 +49,17 @@ class PackedFile(PackedBackend):
         self.file = file = WeightFile(path)
         mapped = file.map()
         weights = PackedWeights(file.blocks, [mapped[block.offset :] for block in file.blocks])
-        super().__init__(weights, config, dtype, recorded, check_source=file.check_unchanged)
+        super().__init__(weights, config, dtype, recorded)
         self.use(weights)
         self.arguments = path, config, dtype, recorded
 
     def __reduce__(self) -> Any:
         """For pickle and copies: the same file."""
         return PackedFile, self.arguments, self.kept_tokens
+
+    def check(self) -> None:
+        """See `Backend`."""
+        self.file.check_unchanged()
 
 
 class StreamedFile(PackedBackend):
@@ -134,9 +138,7 @@ class StreamedFile(PackedBackend):
         refuse_copies()
 
 
-def packed_file(
-    name: str, source: WeightSource, storage: Storage, on_bytes: OnBytes = lambda done, total: None
-) -> WeightFile:
+def packed_file(name: str, source: WeightSource, storage: Storage, on_bytes: OnBytes) -> WeightFile:
     """The packed file of these weights in the cache; it is written on first use.
 
     Raises:
@@ -153,13 +155,13 @@ def packed_file(
     )
 
 
-def recorded_of(file: WeightFile, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Any:
+def recorded_of(file: WeightFile, dtype: torch.dtype, source: WeightSource) -> dict[str, Any]:
     """What profiles record of packed weights."""
     content = file.index.source.content
     return {
         "digest": content[:16],
         "content": content[16:32],
         "dtype": dtype_name(dtype),
-        "parameters": sum(map(math.prod, shapes)),
+        "parameters": sum(map(math.prod, source.shapes().values())),
         "placement": "compiled",
     }

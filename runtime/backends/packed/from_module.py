@@ -10,7 +10,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.packed.backend import PackedBackend
 from sequoia_plan.runtime.backends.packed.families import why_not_module
 from sequoia_plan.runtime.backends.packed.weights import Storage, packed_in_memory
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.base.masks import causal_mask
 from sequoia_plan.runtime.models.architecture import model_type
 from sequoia_plan.runtime.models.metadata import module_metadata
 from sequoia_plan.runtime.models.module_state import Watch, check_mode, everything
@@ -96,7 +96,7 @@ class PackedModule(PackedBackend):
         drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
         tokens = drawn % self.num_embeddings
         places = torch.arange(len(tokens))
-        mask = additive_mask(places <= places[:, None], torch.float32)
+        mask = causal_mask(places, len(tokens), torch.float32)
         cache = self.new_cache(len(tokens), counts_positions=False).at(places, len(tokens))
         logits = self.forward(cache, tokens, places, mask, 0, ())[0].double()
         expected: Tensor = self.module(input_ids=tokens[None], use_cache=False).logits[0].double()

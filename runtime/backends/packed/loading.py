@@ -30,16 +30,13 @@ def load_packed(
     config, empty = files.config, empty_module(files.config)
     if reason := why_not(config, empty):
         return None, reason
-    if files.source is None or not _has_own_tensors(files, empty):
-        try:  # transformers knows how to read it
-            return PackedModule(files.module(dtype), bits), ""
-        except ValueError as unknown:
-            return None, str(unknown)
+    has_own_tensors = _has_own_tensors(files, empty)
     try:
-        file = _file_of(files, dtype, keeps_bits, bits, on_bytes)
+        if not has_own_tensors:  # transformers knows how to read it
+            return PackedModule(files.module(dtype), bits), ""
+        file, recorded = _file_of(files, dtype, keeps_bits, bits, on_bytes)
     except ValueError as unknown:  # format of weights
         return None, str(unknown)
-    recorded = recorded_of(file, dtype, list(files.source.shapes().values()))
     file.close()
     return PackedFile(file.path, config, dtype, recorded), ""
 
@@ -49,23 +46,23 @@ def offload_packed(
 ) -> Any:
     """A target that is streamed from its packed file; None if it cannot be."""
     empty = empty_module(files.config)
-    if why_not(files.config, empty) or files.source is None or not _has_own_tensors(files, empty):
+    if why_not(files.config, empty) or not _has_own_tensors(files, empty):
         return None
     try:
-        file = _file_of(files, dtype, keeps_bits, None, on_bytes)
+        file, recorded = _file_of(files, dtype, keeps_bits, None, on_bytes)
     except ValueError:  # format of weights
         return None
-    recorded = recorded_of(file, dtype, list(files.source.shapes().values()))
     return StreamedFile(file, files.config, dtype, recorded)
 
 
 def _file_of(
     files: ModelFiles, dtype: torch.dtype, keeps_bits: bool, bits: int | None, on_bytes: OnBytes
-) -> WeightFile:
-    """The packed file of a model."""
+) -> tuple[WeightFile, dict[str, Any]]:
+    """The packed file of a model, and what profiles record of it."""
     assert files.source
     storage = Storage(None if bits or (files.gguf and keeps_bits) else dtype, bits)
-    return packed_file(Path(files.name).stem, files.source, storage, on_bytes)
+    file = packed_file(Path(files.name).stem, files.source, storage, on_bytes)
+    return file, recorded_of(file, dtype, files.source)
 
 
 def _has_own_tensors(files: ModelFiles, empty: Any) -> bool:
@@ -73,6 +70,8 @@ def _has_own_tensors(files: ModelFiles, empty: Any) -> bool:
 
     If not, transformers may still read a folder; for a GGUF file, SequoiaPlanError is raised.
     """
+    if files.source is None:
+        return False
     try:
         check_tensors(files, empty)
     except SequoiaPlanError:

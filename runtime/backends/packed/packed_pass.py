@@ -76,7 +76,7 @@ class PackedCache(TreeCache):
 
     def __init__(
         self, layers: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype,
-        *, counts_positions: bool = False,
+        counts_positions: bool,
     ) -> None:  # fmt: skip
         super().__init__(0, capacity, counts_positions=counts_positions)
         slots, n = round_up(capacity, BLOCK), WORD_BYTES // dtype.itemsize
@@ -136,11 +136,11 @@ class PackedPass:
     kept: Any = None
 
     def __init__(
-        self, model: Model, config: Any, vocabulary: int, kv_heads: int, dtype: torch.dtype,
-        workers: int, stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
+        self, model: Model, config: Any, vocabulary: int, dtype: torch.dtype, workers: int,
+        stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.model, self.vocabulary, self.kv_heads, self.dtype = model, vocabulary, kv_heads, dtype
-        self.width = config.hidden_size
+        self.model, self.vocabulary, self.dtype = model, vocabulary, dtype
+        self.width, self.kv_heads = config.hidden_size, config.num_key_value_heads
         self.padded_width = round_up(self.width, UNIT)
         self.inner_width = round_up(config.intermediate_size, UNIT)
         self.rotary_embedding = LlamaRotaryEmbedding(config)
@@ -153,13 +153,13 @@ class PackedPass:
         model = self.model
         return PackedCache(
             len(model.matrices), self.kv_heads, model.head_dim, capacity, self.dtype,
-            counts_positions=counts_positions,
+            counts_positions,
         )  # fmt: skip
 
     def __call__(
         self, cache: PackedCache, x: NDArray[np.float32], positions: NDArray[np.int64],
-        slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int = 0,
-        layers: Sequence[int] = (), first: NDArray[np.float32] = NO_ROWS,
+        slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int,
+        layers: Sequence[int], first: NDArray[np.float32] = NO_ROWS,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over rows: their logits, and hidden states after so many `layers` (-1: normed).
 

@@ -125,7 +125,7 @@ def _emit_integer_tile(
     """All rows use a group of weights; their sums are in memory between two groups."""
     builder, groups = emit.builder, format.block // GROUP
     totals = emit.memory(CHUNK * PAIR // VECTOR)
-    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    zero = emit.numbers(0.0)
     with emit.loop(num_rows) as row:
         for half in HALVES:
             emit.store(zero, emit.at(totals, (row, PAIR), VECTOR * half), align=64)
@@ -190,7 +190,7 @@ def _emit_factors(emit: Emitter, format: Format, step: Any, half: int, shift: in
     units, factors = (2.0**-shift, format.offset_sign / 128), []
     for place in range(len(format.factors)):
         address = emit.at(step, size * (OUTPUTS * place + LANES * half))
-        unit = ir.Constant(FLOATS, [units[place]] * LANES)
+        unit = emit.numbers(units[place])
         factors.append(builder.fmul(emit.floats(address, "float16"), unit))
     return factors
 
@@ -209,7 +209,7 @@ def _emit_scales(
             shifted = builder.lshr(scales[number // QUAD], emit.words(8 * (number % QUAD)))
             integers = builder.sitofp(builder.and_(shifted, emit.words(255)), FLOATS)
             if format.scale_zero:
-                zero = ir.Constant(FLOATS, [float(format.scale_zero)] * LANES)
+                zero = emit.numbers(float(format.scale_zero))
                 integers = builder.fsub(integers, zero)
             vectors.append(builder.fmul(factor, integers))
         results.append(vectors)
@@ -294,7 +294,7 @@ def _emit_integer_sums(
     """The sums of integer products over 16 inputs, float32, of each half of the outputs."""
     builder, places = emit.builder, range(part * LANES // QUAD, (part + 1) * LANES // QUAD)
     if encoding == ENCODE_INTEGERS:
-        sums: list[Any] = [ir.Constant(WORDS, [0] * LANES)] * len(HALVES)
+        sums: list[Any] = [emit.words(0)] * len(HALVES)
         for place in places:
             four = emit.load_splat(emit.at(record, QUAD * place), WORD)
             for half in HALVES:
@@ -303,7 +303,7 @@ def _emit_integer_sums(
                 )
         return [builder.sitofp(total, FLOATS) for total in sums]
     # sums of whole numbers below 2^24 are exact in float32, so the bits are the same
-    sums = [ir.Constant(FLOATS, [0.0] * LANES)] * len(HALVES)
+    sums = [emit.numbers(0.0)] * len(HALVES)
     for place in places:
         for byte in range(QUAD):
             value = emit.load_splat(emit.at(record, 4 * (QUAD * place + byte)), FLOAT)

@@ -41,7 +41,7 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
     ValueError for rows or tiles of another size.
     """
     layout, sizes = FORMATS[format], (rows.shape[1], *tiles.shape)
-    expected = row_bytes(format, inputs), num_tiles(format, len(rows)), tile_bytes(format, inputs)
+    expected = row_bytes(format, inputs), num_tiles(len(rows)), tile_bytes(format, inputs)
     if sizes != expected:
         raise ValueError(f"row bytes, tiles and their bytes: found {sizes}, expected {expected}")
     rows = rows.view()

@@ -74,7 +74,7 @@ class Emitter:
         """A vector that has one number in all lanes."""
         empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
         one = self.builder.insert_element(empty, number, WORD(0))
-        return self.builder.shuffle_vector(one, empty, ir.Constant(WORDS, [0] * LANES))
+        return self.builder.shuffle_vector(one, empty, self.words(0))
 
     def load_splat(self, address: ir.Value, kind: ir.Type) -> ir.Value:
         """The number at an address, in all lanes."""
@@ -83,6 +83,10 @@ class Emitter:
     def words(self, number: int) -> ir.Value:
         """An integer in all lanes."""
         return ir.Constant(WORDS, [number] * LANES)
+
+    def numbers(self, number: float) -> ir.Value:
+        """A number in floating point in all lanes."""
+        return ir.Constant(FLOATS, [number] * LANES)
 
     def memory(self, vectors: int) -> ir.Value:
         """The address of memory for so many vectors, which the function has to itself."""
@@ -109,7 +113,7 @@ class Emitter:
 
     def variables(self, count: int, address: ir.Value | None = None) -> list[ir.Value]:
         """Vectors, 0 or what is at an address at first; LLVM keeps them in registers."""
-        values = [ir.Constant(FLOATS, [0.0] * LANES)] * count
+        values = [self.numbers(0.0)] * count
         if address:
             values = self.load_vectors(address, count, FLOATS)
         variables = [cgutils.alloca_once(self.builder, FLOATS) for _ in values]
@@ -126,7 +130,7 @@ class Emitter:
             pairs = (builder.bitcast(pair, BFLOATS) for pair in (left, right))
             total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
         else:
-            upper, bits = (ir.Constant(WORDS, [n] * LANES) for n in (-1 << 16, 16))
+            upper, bits = map(self.words, (-1 << 16, 16))
             for half in (lambda x: builder.and_(x, upper), lambda x: builder.shl(x, bits)):
                 left_half, right_half = (builder.bitcast(half(x), FLOATS) for x in (left, right))
                 total = self.fma(left_half, right_half, total)
@@ -143,7 +147,7 @@ class Emitter:
             name, rounded = "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES)
             return builder.bitcast(self.call(name, rounded, value), kind)
         bits = builder.bitcast(value, WORDS)
-        sixteen, one, most = (ir.Constant(WORDS, [n] * LANES) for n in (16, 1, 0x7FFF))
+        sixteen, one, most = map(self.words, (16, 1, 0x7FFF))
         odd = builder.and_(builder.lshr(bits, sixteen), one)
         bits = builder.add(builder.add(bits, odd), most)
         return builder.trunc(builder.lshr(bits, sixteen), kind)

@@ -57,10 +57,8 @@ class Storage:
 
     def of(self, name: str, matrix: StoredMatrix) -> StoredMatrix:
         """A matrix of this name as it is stored."""
-        if self.bits:
+        if self.bits and name != EMBEDDING:
             bits = 8 if name == HEAD else self.bits
-            if name == EMBEDDING:
-                return matrix
             return StoredMatrix(
                 {8: "Q8_0", 4: "Q4_1"}[bits],
                 matrix.outputs,
@@ -73,7 +71,7 @@ class Storage:
 def place_of(matrix: StoredMatrix) -> Place:
     """What a packed matrix takes; ValueError for a format that the pass does not read."""
     format = format_number(matrix.format)
-    shape = num_tiles(format, matrix.outputs), tile_bytes(format, matrix.inputs)
+    shape = num_tiles(matrix.outputs), tile_bytes(format, matrix.inputs)
     return Place("uint8", shape, format=matrix.format, outputs=matrix.outputs, inputs=matrix.inputs)
 
 
