@@ -80,10 +80,7 @@ READS_TREES = {
     "Gemma 3n": (
         hf.Gemma3nForCausalLM,
         dict(
-            WINDOWED_LAYERS,
-            **PER_LAYER,
-            laurel_rank=8,
-            activation_sparsity_pattern=[0.5, 0.0, 0.0],
+            WINDOWED_LAYERS, **PER_LAYER, laurel_rank=8, activation_sparsity_pattern=[0.5, 0.0, 0.0]
         ),
     ),
     "Gemma 4": (

@@ -156,11 +156,7 @@ def dflash_parts(target, block=5, mask=1, layers=2, seed=1, ids=(0, 2), sizes=No
     return settings | {
         "architectures": ["DFlash2DraftModel" if sizes else "DFlashDraftModel"],
         "block_size": block.size,
-        "dflash_config": {
-            "mask_token_id": mask,
-            "target_layer_ids": list(ids),
-            **(sizes or {}),
-        },
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(ids), **(sizes or {})},
     }, random_weights(module, seed)
 
 

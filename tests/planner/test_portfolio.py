@@ -247,8 +247,7 @@ def lookup_profile(**changes):
     drafted = Counts([[900, 0], [400, 100]], [[[450, 120], [0, 0]], [[220, 50], [40, 10]]])
     right = np.array([[400, 360, 10], [360, 330, 8], [330, 310, 5], [310, 295, 4.0]])
     looked_up = Counts(
-        np.stack([right[:, 0], np.zeros(4)], 1),
-        np.stack([right[:, 1:], np.zeros((4, 2))], 1),
+        np.stack([right[:, 0], np.zeros(4)], 1), np.stack([right[:, 1:], np.zeros((4, 2))], 1)
     )
     no_match = [Position(0, 0)] * 10
     copied = [Position(2, run) for run in range(12, -1, -1)]

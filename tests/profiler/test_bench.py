@@ -12,13 +12,7 @@ from commands import succeed
 from msgspec.structs import replace
 from torch import nn
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    ArgumentError,
-    BenchResult,
-    TokenTree,
-    save_tree,
-)
+from sequoia_plan.artifacts import Acceptance, ArgumentError, BenchResult, TokenTree, save_tree
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import MatchPlan
@@ -141,10 +135,7 @@ def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
 
 @pytest.mark.parametrize(
     ("filters", "keeps_one"),
-    [
-        ({"top_p": 0.001}, True),
-        ({"top_p": 0.9, "top_k": 20, "min_p": 0.01}, False),
-    ],
+    [({"top_p": 0.001}, True), ({"top_p": 0.9, "top_k": 20, "min_p": 0.01}, False)],
 )
 def test_sampling_methods_apply_every_filter(models, texts, filters, keeps_one):
     """Where a filter keeps one token, every method says the same at any temperature.

@@ -68,8 +68,7 @@ def tolerance(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("tree", "length"),
-    [*itertools.product(TREES, [0, 31, 300]), ("both", 1), ("root", 4096)],
+    ("tree", "length"), [*itertools.product(TREES, [0, 31, 300]), ("both", 1), ("root", 4096)]
 )
 def test_trees_of_any_length(tree, length, dtype):
     """Four heads share keys; the slots after the tree, up to the extent, are hidden."""

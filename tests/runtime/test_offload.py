@@ -14,12 +14,7 @@ from streamed import LAYERS, PROMPT, decoder, in_memory, save_models, streamed, 
 from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
-from sequoia_plan.artifacts import (
-    ArgumentError,
-    Profile,
-    SequoiaPlanError,
-    load_tree,
-)
+from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, load_tree
 from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.backends.modules import offloaded_target

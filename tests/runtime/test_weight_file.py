@@ -20,16 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from streamed import (
-    LAYERS,
-    PROMPT,
-    decoder,
-    in_memory,
-    save_models,
-    streamed,
-    tokens,
-    weights,
-)
+from streamed import LAYERS, PROMPT, decoder, in_memory, save_models, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
