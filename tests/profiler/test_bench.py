@@ -7,8 +7,7 @@ import pytest
 import torch
 from architectures import plain_text, resembling, tiny
 from bench_results import KINDS_PLAN, TREE, decoded_by_kind
-from click.testing import CliRunner
-from commands import succeed
+from commands import call, succeed
 from msgspec.structs import replace
 from torch import nn
 
@@ -59,7 +58,7 @@ def run_bench(models, tmp_path, monkeypatch):
     figures = dict.fromkeys(PARTS, 0.01)
     monkeypatch.setattr("sequoia_plan.profiler.breakdown.breakdown", lambda *_: figures)
     save_tree(TREE, "tree.safetensors")
-    return lambda words: CliRunner().invoke(cli.main, ["bench", "--tokens", "4", *words.split()])
+    return lambda words: call("bench", "--tokens", "4", *words.split())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import FUSED, READS_TREES, TREE, tiny, words
-from click.testing import CliRunner
+from commands import call
 from hypothesis import given
 from hypothesis import strategies as st
 from streamed import LAYERS, PROMPT, decoder, in_memory, save_models, streamed, tokens
@@ -15,7 +15,6 @@ from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
 from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, load_tree
-from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.backends.modules import offloaded_target
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
@@ -222,7 +221,7 @@ def test_sizes():
 def test_refused_options(folder, options, message):
     models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
     words = ["generate", "--tree", "sequoia-example-64x6", *models, "--dtype", "float32", *options]
-    result = CliRunner().invoke(main, words)
+    result = call(*words)
     assert result.exit_code in (1, 2) and message in result.output
 
 
