@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from architectures import FUSED, VOCABULARY, plain_text, resembling, tiny
+from architectures import FUSED, PACKED, VOCABULARY, plain_text, resembling, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import TREE
@@ -21,15 +21,11 @@ from sequoia_plan.runtime.models.fuse import fuse
 pytestmark = pytest.mark.slow
 
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
-RUNS = {
-    "compiled": dict(head_dim=32, hidden_size=64, intermediate_size=80),
-    "PyTorch": {},
-    "fused": {},
-}
+RUNS = {"compiled": PACKED, "PyTorch": {}, "fused": {}}
 
 
-def model_of(run, seed=0, **changes):
-    return tiny("Qwen3", seed, **RUNS[run], **changes)
+def model_of(run, seed=0):
+    return tiny("Qwen3", seed, **RUNS[run])
 
 
 class Scaled(torch.nn.Module):

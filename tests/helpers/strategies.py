@@ -1,4 +1,5 @@
-"""What hypothesis draws: trees, acceptance vectors and latencies, with awkward cases likely."""
+"""What hypothesis draws: trees, acceptance vectors and latencies, with awkward cases likely; also
+all small trees, and trees that look up."""
 
 import itertools
 
@@ -67,6 +68,11 @@ def latencies(draw):
         verification=draw(st.sampled_from([None, cost])),
         stream=draw(st.sampled_from([None, *streams])),
     )
+
+
+def looking_up(*parents):
+    """The tree with these parents whose spine is looked up."""
+    return TokenTree(TokenTree.from_parents([-1, *parents]).parents, looks_up=True)
 
 
 def all_trees(size):
