@@ -44,11 +44,6 @@ PROMPTS = [
 ]
 
 
-def draft_of(folder, **values):
-    """The speculative config with the embedded language model."""
-    return json.dumps({"method": "draft_model", "model": str(folder / "draft"), **values})
-
-
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +67,8 @@ def test_the_plan(folder):
     (folder / "prompts.txt").write_text("\n\n".join(text for text in PROMPTS for _ in range(2)))
     words = f"--target {folder}/target --python {PYTHON} --batch 1,3 "
     words += f"--most 3 --prompts {folder}/prompts.txt --tokens 24 --verify --json"
-    options = ("--engine-args", json.dumps(OPTIONS), "--speculative-config", draft_of(folder))
+    speculative = json.dumps({"method": "draft_model", "model": str(folder / "draft")})
+    options = ("--engine-args", json.dumps(OPTIONS), "--speculative-config", speculative)
     result = succeed("diagnose", "vllm", *words.split(), *options)
     plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
     (part,) = plan.contexts

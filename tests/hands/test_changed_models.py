@@ -45,10 +45,6 @@ def resize(model, count):
         model.resize_token_embeddings(count, mean_resizing=False)
 
 
-def replace_head(model, run):
-    model.set_output_embeddings(model_of(run, 1).lm_head)
-
-
 def wrap_head(model, run):
     model.lm_head = Scaled(model.lm_head).eval()
 
@@ -82,7 +78,7 @@ CHANGES = {
     "a hook on the head": lambda m, run: m.lm_head.register_forward_hook(lambda *a: -a[2]),
     "forward": patch_forward,
     "a layer": lambda m, run: m.model.layers.__setitem__(1, model_of(run, 1).model.layers[1]),
-    "the head": replace_head,
+    "the head": lambda m, run: m.set_output_embeddings(model_of(run, 1).lm_head),
     "the head wrapped": wrap_head,
     "the embedding": lambda m, run: m.set_input_embeddings(model_of(run, 1).model.embed_tokens),
     "more tokens": lambda m, run: resize(m, VOCABULARY + 40),
@@ -92,6 +88,7 @@ CHANGES = {
     "the rotary table": lambda m, run: m.model.rotary_emb.inv_freq.mul_(3),
     "attention": lambda m, run: setattr(m.model.layers[0].self_attn, "scaling", 5.0),
 }
+COPIES = (copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)))
 OF_TRANSFORMERS_LAYERS = ("a layer", "one more layer", "an epsilon")
 """Changes that a model with fused layers is not expected to take."""
 
@@ -217,7 +214,7 @@ def test_generate_follows_changes_with_the_decoder_it_keeps():
     assert ours().equal(text()) and is_packed(model)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_that_changes_before_its_first_text(copied):
     decoder = SequoiaDecoder(model_of("compiled"), None, TokenTree.chain(1))
     before = decoder.generate(IDS, NEW).sequences
@@ -243,7 +240,11 @@ def test_fused_models_are_saved_and_loaded_as_they_came(name, tmp_path):
     model, other = tiny(name), tiny(name, 1)
     fused = copy.deepcopy(model)
     assert fuse(fused)
-    fused = pickle.loads(pickle.dumps(copy.deepcopy(fused)))
+    with torch.inference_mode():
+        logits = fused(IDS).logits
+        for each in COPIES:
+            fused = each(fused)
+            assert fused(IDS).logits.equal(logits)
     fused.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not (info["missing_keys"] or info["unexpected_keys"])

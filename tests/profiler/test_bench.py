@@ -28,7 +28,7 @@ from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, _remarks
 pytestmark = pytest.mark.slow
 
 TREES = bench_trees(TREE, "traversal")
-TOKENS = expected_tokens(TREE, TREE.plan.acceptance.rates)
+TOKENS = expected_tokens(TREE, Acceptance.given([0.5, 0.25]).rates)
 PARTS = ("step", "draft", "target", "verify", "host", "share_not_model")
 
 
@@ -208,9 +208,7 @@ def test_predictions_are_the_plans(method, settings, sampling, is_predicted):
     elif method == "chain":
         assert prediction.tokens_per_step > 1
     else:
-        assert prediction.tokens_per_step == expected_tokens(
-            TREE, Acceptance.given([0.5, 0.25]).rates
-        )
+        assert prediction.tokens_per_step == TOKENS
         assert prediction.speedup > 1
     assert prediction_for(*TREES["plain"], plan, {"temperature": 0.3}) == Prediction(1.0, 1.0)
 
@@ -224,9 +222,7 @@ def test_the_command(run_bench, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == answer
     methods = BenchResult.load(tmp_path / "out.json").methods
     assert list(methods) == ["plain", "generate", "sequoia"]
-    assert methods["sequoia"].prediction.tokens_per_step == expected_tokens(
-        TREE, Acceptance.given([0.5, 0.25]).rates
-    )
+    assert methods["sequoia"].prediction.tokens_per_step == TOKENS
     assert answer["settings"]["prompts"] == 2 and answer["tree"]["size"] == 7
     text = run_bench(f"{words} --report page.html").stdout
     for part in ("our tree, Sequoia", "over plain", "10.0 ms (draft 10.0", "tree of 7 nodes"):
