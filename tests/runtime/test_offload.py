@@ -211,6 +211,10 @@ def test_sizes():
             as_bytes(wrong, cpu)
 
 
+def models_of(folder):
+    return ["--target", folder / "target", "--draft", folder / "draft", "--dtype", "float32"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -221,9 +225,7 @@ def test_sizes():
     ],
 )
 def test_refused_options(folder, options, message):
-    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
-    words = ["generate", "--tree", "sequoia-example-64x6", *models, "--dtype", "float32", *options]
-    result = call(*words)
+    result = call("generate", "--tree", "sequoia-example-64x6", *models_of(folder), *options)
     assert result.exit_code in (1, 2) and message in result.output
 
 
@@ -236,8 +238,7 @@ def test_from_profile_to_generate(name, tmp_path, monkeypatch, run_briefly):
     monkeypatch.chdir(tmp_path)
     folder = save_models(tmp_path, name)
     Path("p.txt").write_text("dadbdcdddedfdgdhdidj\n\nfafbfcfdfefffgfhfifj\n")
-    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
-    models += ["--dtype", "float32"]
+    models = models_of(folder)
     placed = ["--offload", "disk", "--memory", str(streamed(folder).metadata["target"]["memory"])]
 
     brief = ["--prompts", "p.txt", "--tokens", "8"]
