@@ -236,15 +236,15 @@ def test_without_memory_for_a_copy_pytorch_runs_the_model(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
+@torch.no_grad()
 def test_fused_models_are_saved_and_loaded_as_they_came(name, tmp_path):
     model, other = tiny(name), tiny(name, 1)
     fused = copy.deepcopy(model)
     assert fuse(fused)
-    with torch.inference_mode():
-        logits = fused(IDS).logits
-        for each in COPIES:
-            fused = each(fused)
-            assert fused(IDS).logits.equal(logits)
+    logits = fused(IDS).logits
+    for copied in COPIES:
+        fused = copied(fused)
+        assert fused(IDS).logits.equal(logits)
     fused.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not (info["missing_keys"] or info["unexpected_keys"])
@@ -253,8 +253,7 @@ def test_fused_models_are_saved_and_loaded_as_they_came(name, tmp_path):
         assert state.keys() == expected.keys()
         assert all(state[name].equal(expected[name]) for name in expected)
     fused.load_state_dict(other.state_dict())
-    with torch.inference_mode():
-        torch.testing.assert_close(fused(IDS).logits, other(IDS).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fused(IDS).logits, other(IDS).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_an_eagle_draft_that_changes_is_packed_anew():
