@@ -92,6 +92,15 @@ def draft(target):
     return resembling(target, 0.05)
 
 
+@pytest.fixture(scope="module")
+def model():
+    """A tiny Llama whose pass is compiled, also from a GGUF file."""
+    from architectures import tiny
+    from gguf_files import SIZES
+
+    return tiny("Llama", **SIZES)
+
+
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """Weight files of tiny models go with the test."""

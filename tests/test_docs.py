@@ -11,7 +11,7 @@ from collections import Counter
 
 import click
 import pytest
-from click.testing import CliRunner
+from commands import call
 from paths import ROOT
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, Acceptance, Latency, Profile, load_tree, save_tree
@@ -242,7 +242,7 @@ QUICK = {
 def test_quick_commands_run(page, folder):
     """In the order of the page, in one folder, as a reader would run them."""
     for words, shown in QUICK[page]:
-        result = CliRunner().invoke(main, words[1:])
+        result = call(*words[1:])
         assert result.exit_code == 0, f"{words}: {result.output}"
         assert missing_lines(shown, result.output) == [], words
 

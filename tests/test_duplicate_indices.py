@@ -10,7 +10,7 @@ import torch
 from architectures import resembling, tiny
 from simulated import simulate_capture
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import TREE, ToyModel
+from toys import TREE, toy_models
 
 from drafts import small_pair
 from sequoia_plan.artifacts import TokenTree
@@ -64,8 +64,7 @@ class NoDuplicateIndices(TorchDispatchMode):
 
 
 def toys(covered):
-    target = ToyModel(0)
-    return target, ToyModel(1, base=target, noise=0.5, covered=covered)
+    return toy_models(covered=covered)
 
 
 def of_transformers(name):

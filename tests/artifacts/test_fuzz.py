@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from strategies import places, trees
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    Latency,
-    Plan,
-    Profile,
-    SequoiaPlanError,
-    TokenTree,
-)
+from sequoia_plan.artifacts import Acceptance, Latency, Plan, Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.interchange import FORMATS, parse
 from sequoia_plan.artifacts.tree_file import _tensors, from_bytes, to_bytes
 

@@ -8,13 +8,7 @@ from hypothesis import given
 from strategies import trees
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.interchange import (
-    FORMATS,
-    export_tree,
-    from_nxd,
-    import_tree,
-    parse,
-)
+from sequoia_plan.artifacts.interchange import FORMATS, export_tree, from_nxd, import_tree, parse
 
 TREE = TokenTree(np.array([-1, 0, 0, 1, 1, 2, 3]))
 """Nodes 1 and 2 below the root, 3 and 4 below 1, 5 below 2, 6 below 3."""
@@ -27,10 +21,7 @@ GROWMAP = {
     "depth": [0, 1, 1, 2, 2, 2, 3],
     "size": 7,
 }
-LAYOUTS = {
-    "nxd": {"0": ["1", "2"], "1": ["3", "4"], "2": ["5"], "3": ["6"]},
-    "growmap": GROWMAP,
-}
+LAYOUTS = {"nxd": {"0": ["1", "2"], "1": ["3", "4"], "2": ["5"], "3": ["6"]}, "growmap": GROWMAP}
 """What the engines read, written out by hand."""
 
 

@@ -64,9 +64,7 @@ def with_counts(counts, **prompts):
 
 ROOT = [[300.25, 75.0], [0.0, 0.0]]
 BY_LEVEL = with_counts(Counts([[600], [200]], [[ROOT[0]], [[99.75, 25.0]]]))
-BY_CLASS = with_counts(
-    Counts([[600, 0], [1210, 790]], [ROOT, [[839.5, 171.0], [158.0, 79.0]]]),
-)
+BY_CLASS = with_counts(Counts([[600, 0], [1210, 790]], [ROOT, [[839.5, 171.0], [158.0, 79.0]]]))
 BY_KIND = with_counts(
     BY_LEVEL.acceptance.counts,
     **{

@@ -4,14 +4,7 @@ import pytest
 from format_tables import FILES, with_tables
 from paths import ROOT
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    Drafting,
-    Latency,
-    Plan,
-    Profile,
-    SequoiaPlanError,
-)
+from sequoia_plan.artifacts import Acceptance, Drafting, Latency, Plan, Profile, SequoiaPlanError
 from sequoia_plan.artifacts.yaml_text import load
 
 FORMAT = ROOT / "docs" / "format.md"

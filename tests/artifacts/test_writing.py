@@ -14,26 +14,17 @@ from sequoia_plan.artifacts.files import read_bytes, write_atomically
 OLD = TokenTree.chain(2)
 
 
-def python(code, *arguments, **options):
-    """A process of its own that runs `code`."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path):
     """SIGKILL while the new content is on its way to the disk."""
     save_tree(OLD, tmp_path / "t")
-    process = python(
+    code = (
         "import os, sys, time\n"
         "from sequoia_plan.artifacts import TokenTree, save_tree\n"
         "os.fsync = lambda descriptor: (print('writing', flush=True), time.sleep(600))\n"
-        "save_tree(TokenTree.star(3000), sys.argv[1])",
-        tmp_path / "t",
+        "save_tree(TokenTree.star(3000), sys.argv[1])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "t"], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)

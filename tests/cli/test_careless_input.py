@@ -6,21 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from commands import refused
 
-from sequoia_plan.artifacts import Acceptance, Latency, Profile
 from sequoia_plan.planner.cli.terminal import printable
-
-PROFILE = Profile(
-    Acceptance.given((0.5, 0.125)),
-    latency=Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
-)
-
-
-def refused(result, code, *parts):
-    """The command failed with `code`, and its last line holds all `parts`."""
-    line = result.stderr.strip().splitlines()[-1]
-    assert result.exit_code == code and "Traceback" not in result.output
-    assert all(part in line for part in parts), line
 
 
 def test_a_full_disk_behind_stdout(run, tmp_path):

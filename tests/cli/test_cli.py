@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numba
 import pytest
 import torch
+from commands import PROFILE
 from msgspec.structs import replace
 
 from sequoia_plan.artifacts import (
     Acceptance,
     Counts,
-    Latency,
     Plan,
     Profile,
     TokenTree,
@@ -31,10 +31,6 @@ from sequoia_plan.profiler import latency
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling
 
-PROFILE = Profile(
-    Acceptance.given((0.5, 0.125, 0.05)),
-    Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
-)
 SHORT = ("--max-new-tokens", "8", "--dtype", "float32", "--json")
 
 

@@ -5,12 +5,11 @@ What a language model's head proposes there is tested, too.
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import call, refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.planner.cli import main
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime.draft.draft_file import save_as_folder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, add_draft, embedded_draft
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def export(*words):
-    return CliRunner().invoke(main, ["export", *map(str, words)])
+    return call("export", *words)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +117,5 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, words, code, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
-    result = export(*words.split())
-    assert result.exit_code == code and message in result.stderr.strip().splitlines()[-1]
+    refused(export(*words.split()), code, message)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]  # nothing was written

@@ -143,14 +143,6 @@ def test_a_fifth_of_the_questions_asks_for_copies(pair):
     assert len(damaged.split()) == len(passage.split())
 
 
-def run_recipe(monkeypatch, *words):
-    """The command in this process: its exit code."""
-    monkeypatch.setattr(sys, "argv", ["recipe", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("sequoia_plan_drafts.recipe", run_name="__main__")
-    return ended.value.code
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -164,9 +156,12 @@ def run_recipe(monkeypatch, *words):
 def test_options_that_cannot_be(text_folder, tmp_path, monkeypatch, capsys, words, message):
     """One line says so, and earlier text is never lost."""
     before = [file.read_bytes() for file in text_folder.iterdir()]
-    words = ["-o", tmp_path / "out", *words.replace("T", str(text_folder)).split()]
-    words = words[2:3] + words[:2] + words[3:]  # the command comes first
-    assert run_recipe(monkeypatch, *words)
+    command, *options = words.replace("T", str(text_folder)).split()
+    arguments = ["recipe", command, "-o", str(tmp_path / "out"), *options]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("sequoia_plan_drafts.recipe", run_name="__main__")
+    assert ended.value.code
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert [file.read_bytes() for file in text_folder.iterdir()] == before
 

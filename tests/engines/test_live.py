@@ -10,7 +10,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from click.testing import CliRunner
+from commands import call
 from paths import DATA
 
 from sequoia_plan.engines import live
@@ -70,7 +70,7 @@ def diagnose(monkeypatch):
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{servers[-1].server_port}{path}"
-        result = CliRunner().invoke(main, ["diagnose", "--url", url, *words])
+        result = call("diagnose", "--url", url, *words)
         assert (result.exit_code, "Traceback" in result.output) == (code, False), result.output
         if code:
             options = {name for param in main.commands["diagnose"].params for name in param.opts}

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import click
 import pytest
 from architectures import tiny
-from click.testing import CliRunner
+from commands import LATENCY, call
 
-from sequoia_plan.artifacts import Acceptance, Counts, Latency, Profile, SequoiaPlanError
+from sequoia_plan.artifacts import Acceptance, Counts, Profile, SequoiaPlanError
 from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.planner.cli import decoding, exchange, main, profiling
 
 PROFILE = Profile(
     Acceptance.counted(Counts([[400]], [[[180, 40]]])),
-    Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128),
+    LATENCY,
     settings={"temperature": 0.6, "top_p": 0.9, "verifier": "traversal"},
     models={"target": {"name": "t", "digest": "0", "dtype": "float32", "placement": "fused"}},
     hardware={"threads": 2},
@@ -45,10 +45,6 @@ MODES = {mode: words.split() for mode, words in MODES.items()}
 """One command line for each way through a command. Those that need models end where they load."""
 
 
-def call(words):
-    return CliRunner().invoke(main, words)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A folder with an input of each kind."""
@@ -59,7 +55,7 @@ def files(tmp_path_factory):
         (folder / "p.json").write_text("[0.5, 0.2]")
         (folder / "n.json").write_text('{"0": ["1", "2"], "1": ["3"]}')
         (folder / "p.txt").write_text("What is rain?")
-        assert call([*MODES["solve"][:-1], "t"]).exit_code == 0
+        assert call(*MODES["solve"][:-1], "t").exit_code == 0
     return folder
 
 
@@ -92,7 +88,7 @@ def checked(folder, words):
     """
     before = contents(folder)
     outputs = [words[place + 1] for place, word in enumerate(words[:-1]) if word in OUTPUTS]
-    result = call(words)
+    result = call(*words)
     after = contents(folder)
     place = f"{words}\n{result.output}"
     assert result.exception is None or isinstance(result.exception, SystemExit), place
@@ -183,7 +179,7 @@ def test_no_option_is_ignored(here, mode):
 
 def outcome(folder, words):
     """What a command says and writes, without its time."""
-    result = call(words)
+    result = call(*words)
     written = (folder / "made").read_bytes() if (folder / "made").is_file() else b""
     shutil.rmtree(folder / "made", ignore_errors=True)
     (folder / "made").unlink(missing_ok=True)

@@ -4,14 +4,13 @@ import json
 
 import pytest
 from architectures import tiny
-from click.testing import CliRunner
+from commands import call, succeed
 from gguf_files import SIZES, write_gguf
 from tokenizers import Tokenizer, decoders, models
 from toys import toy_decoder
 from transformers import PreTrainedTokenizerFast
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 
 
@@ -39,19 +38,17 @@ def test_a_text_keeps_the_space_before_its_first_word():
 
 def test_raw_prompts_have_no_template(pair, monkeypatch):
     monkeypatch.setattr("sequoia_plan.planner.cli.decoding.load_pair", lambda **_: pair)
-    options = [
+    options = (
         "generate",
         "--json",
         "--max-new-tokens",
         "8",
         "--prompt",
         "The capital of France is",
-    ]
-    raw, chat = (
-        json.loads(CliRunner().invoke(main, [*options, *more]).stdout) for more in (["--raw"], [])
     )
+    raw, chat = (json.loads(succeed(*options, *more).stdout) for more in (["--raw"], []))
     plain = SequoiaDecoder(pair.target, None, TokenTree.chain(1), tokenizer=pair.tokenizer)
     expected = plain.generate(options[-1], 8)
     assert raw["tokens"] == expected.sequences[0, -8:].tolist() != chat["tokens"]
     assert raw["text"] == expected.text and raw["text"].startswith(" ")
-    assert CliRunner().invoke(main, ["generate", "--raw", "--interactive"]).exit_code == 2
+    assert call("generate", "--raw", "--interactive").exit_code == 2

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import Scripted, error_of_a_step
+from strategies import looking_up
 
 from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import TokenTree
@@ -14,7 +15,7 @@ from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.step import TreeStep
 
 INF = float("inf")
-SPINE = TokenTree(TokenTree.from_parents([-1, 0, 0, 1, 1]).parents, looks_up=True)
+SPINE = looking_up(0, 0, 1, 1)
 LOOKUP = TokenTree(TokenTree.chain(2).parents, by_match={1: SPINE})
 LEFT = [("token", "token"), ("other", "other"), ("both", "token"), ("ties", "ties")]
 

@@ -1,37 +1,22 @@
 """What a GGUF file says of its tokenizer and of its model's constants counts, or is refused."""
 
-import gguf
-import numpy as np
 import pytest
-import torch
-from architectures import tiny
-from gguf_files import IDS, SIZES, add_metadata, logits_of, write, write_gguf
+from gguf_files import config_of, is_right, metadata_writer, write, write_gguf
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import load_pair
-from sequoia_plan.runtime.models.gguf_config import read_config
-from sequoia_plan.runtime.models.gguf_file import read_gguf
 from sequoia_plan.runtime.models.pretrained import find_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny("Llama", **SIZES)
-
-
 def write_tokenizer(path, kind="gpt2", **keys):
     """A Llama's metadata and a vocabulary."""
-    writer = gguf.GGUFWriter(path, "llama")
-    sizes = {"vocab_size": 300, "block_count": 2, "embedding_length": 64, "attention.head_count": 4}
-    add_metadata(writer, "llama", sizes)
+    writer = metadata_writer(path, "llama")
     writer.kv_data[0]["tokenizer.ggml.model"].value = kind
     add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for key, value in keys.items():
         add[type(value)](f"tokenizer.ggml.{key}", value)
-    for tensor in "ab":
-        writer.add_tensor(tensor, np.ones(1, np.float32))
     write(writer)
     return str(path)
 
@@ -72,9 +57,7 @@ def test_neutral_values_change_nothing(model, tmp_path, key, value):
     for other in (value, 0.5):
         path = write_gguf(tmp_path / "m.gguf", model, metadata={key: other})
         if other == value:
-            assert torch.allclose(
-                logits_of(load_pair(path, "none", dtype="float32")), model(IDS).logits[0], atol=1e-3
-            )
+            assert is_right(load_pair(path, "none", dtype="float32"), model)
         else:
             with pytest.raises(SequoiaPlanError, match=f"llama.{key} is 0.5"):
                 load_pair(path, "none", dtype="float32")
@@ -86,21 +69,11 @@ def test_neutral_values_change_nothing(model, tmp_path, key, value):
 )
 def test_gemmas_attention_is_scaled_by_the_size_of_the_model(tmp_path, architecture, layers, scale):
     """As in llama.cpp: of the largest by hidden size over heads, else by a head's size."""
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
-    sizes = {"vocab_size": 300, "block_count": layers, "embedding_length": 64}
-    add_metadata(writer, architecture, sizes | {"attention.head_count": 4,
-        "attention.key_length": 10, "attention.value_length": 10})  # fmt: skip
-    for number in range(layers):
-        writer.add_tensor(str(number), np.ones(1, np.float32))
-    write(writer)
-    assert read_config(read_gguf(tmp_path / "m.gguf")).query_pre_attn_scalar == scale
+    settings = {"attention.key_length": 10, "attention.value_length": 10}
+    config = config_of(tmp_path / "m.gguf", architecture, settings, layers)
+    assert config.query_pre_attn_scalar == scale
 
 
 def test_a_window_of_0_is_none(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "phi3")
-    sizes = {"vocab_size": 300, "block_count": 2, "embedding_length": 64, "attention.head_count": 4}
-    add_metadata(writer, "phi3", sizes | {"attention.sliding_window": 0})
-    for tensor in "ab":
-        writer.add_tensor(tensor, np.ones(1, np.float32))
-    write(writer)
-    assert read_config(read_gguf(tmp_path / "m.gguf")).sliding_window is None
+    config = config_of(tmp_path / "m.gguf", "phi3", {"attention.sliding_window": 0})
+    assert config.sliding_window is None

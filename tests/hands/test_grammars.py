@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 import transformers as hf
-from click.testing import CliRunner
+from commands import call, succeed
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import Grammar
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -102,16 +101,15 @@ def test_sources_without_a_meaning_are_refused(source, tokenizer):
 def test_an_empty_file_is_no_free_text(option, text, pair, tmp_path, monkeypatch):
     monkeypatch.setattr("sequoia_plan.planner.cli.decoding.load_pair", lambda **_: pair)
     (tmp_path / "source").write_text(text)
-    result = CliRunner().invoke(main, ["generate", option, str(tmp_path / "source")])
+    result = call("generate", option, tmp_path / "source")
     assert result.exit_code and "found nothing" in result.stderr and not result.stdout
 
 
 def test_a_byte_order_mark_is_no_part_of_a_schema(pair, tmp_path, monkeypatch):
     monkeypatch.setattr("sequoia_plan.planner.cli.decoding.load_pair", lambda **_: pair)
     (tmp_path / "schema").write_text('{"const": 7}', "utf-8-sig")
-    options = ["generate", "--json", "--json-schema", str(tmp_path / "schema")]
-    result = CliRunner().invoke(main, options)
-    assert not result.exit_code and json.loads(result.stdout)["text"] == "7"
+    result = succeed("generate", "--json", "--json-schema", tmp_path / "schema")
+    assert json.loads(result.stdout)["text"] == "7"
 
 
 def allowed(grammar, width, ends=(2,)):

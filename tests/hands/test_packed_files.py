@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from architectures import tiny
-from gguf_files import IDS, SIZES, logits_of, write_gguf
+from gguf_files import SIZES, is_right, write_gguf
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import load_pair
@@ -22,11 +21,6 @@ OTHER = tiny("Llama", **SIZES)
 OTHER.model.embed_tokens.weight.data.mul_(0.5)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny("Llama", **SIZES)
-
-
 @pytest.fixture
 def path(model, tmp_path):
     return write_gguf(tmp_path / "m.gguf", model)
@@ -34,10 +28,6 @@ def path(model, tmp_path):
 
 def load(path):
     return load_pair(path, "none", dtype="float32")
-
-
-def is_right(pair, model):
-    return torch.allclose(logits_of(pair), model(IDS).logits[0], atol=1e-3)
 
 
 def packed(tmp_path):
@@ -85,10 +75,11 @@ def test_a_gguf_file_changed_with_the_same_size_and_time(path, model, tmp_path):
         assert is_right(load(path), OTHER) and is_right(before, model)
 
 
-def start(path, tmp_path, last="os.fsync = lambda fd: time.sleep(60)", command=""):
+def start(path, tmp_path, command=""):
     """A process that makes the packed file, and is asleep before it is renamed."""
     command = command or f"load_pair({path!r}, 'none', dtype='float32')"
-    code = f"import os, time; from sequoia_plan.runtime import load_pair; {last}; {command}"
+    code = "import os, time; from sequoia_plan.runtime import load_pair; "
+    code += f"os.fsync = lambda fd: time.sleep(60); {command}"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, env=os.environ | ONE_THREAD
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import tiny
-from gguf_files import IDS, SIZES, logits_of, write_gguf
+from gguf_files import SIZES, is_right, write_gguf
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
@@ -66,8 +66,7 @@ def test_a_fused_pair_has_no_dtype_of_the_process(default_dtype):
 
 
 @pytest.mark.parametrize("placement", ["auto", "resident", "fused"])
-def test_threads_that_load_at_once_leave_the_default_dtype(placement, tmp_path):
-    model = tiny("Llama", **SIZES)
+def test_threads_that_load_at_once_leave_the_default_dtype(placement, model, tmp_path):
     model.save_pretrained(tmp_path)
     write_gguf(tmp_path / "m.gguf", model)
     from transformers import AutoTokenizer
@@ -84,4 +83,4 @@ def test_threads_that_load_at_once_leave_the_default_dtype(placement, tmp_path):
             pairs = list(threads.map(load, range(6)))
             assert torch.get_default_dtype() == torch.float32
             for pair in (pairs[0], pairs[3]):
-                assert torch.allclose(logits_of(pair), model(IDS).logits[0], atol=1e-3)
+                assert is_right(pair, model)

@@ -80,10 +80,7 @@ READS_TREES = {
     "Gemma 3n": (
         hf.Gemma3nForCausalLM,
         dict(
-            WINDOWED_LAYERS,
-            **PER_LAYER,
-            laurel_rank=8,
-            activation_sparsity_pattern=[0.5, 0.0, 0.0],
+            WINDOWED_LAYERS, **PER_LAYER, laurel_rank=8, activation_sparsity_pattern=[0.5, 0.0, 0.0]
         ),
     ),
     "Gemma 4": (
@@ -214,6 +211,8 @@ REFUSED = {
     ),
 }
 
+PACKED = dict(head_dim=32, hidden_size=64, intermediate_size=80)
+"""Sizes with which a pass is compiled: it takes no smaller heads."""
 FUSED = {
     "Llama",
     "Mistral",
@@ -248,9 +247,9 @@ def tiny(name, seed=0, **changes):
     return model
 
 
-def resembling(target, noise=0.02, seed=1):
+def resembling(target, noise=0.02):
     """A draft: the target with noise on its weights."""
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     draft = type(target)(target.config).eval()
     draft.load_state_dict(target.state_dict())
     for parameter in draft.parameters():
@@ -267,6 +266,11 @@ def words(changes=None, count=VOCABULARY):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def tokens_of(count, seed=0):
+    """int64 [count]: random tokens."""
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 def plain_text(model, ids, count, **options):
@@ -286,7 +290,7 @@ def logits_errors(decoder, prompt):
     """`max_tree_error` after a prompt, and again after a path was committed."""
     step = decoder.step
     step.prefill(prompt, NEW, seed=0)
-    tokens = torch.randint(VOCABULARY, (TREE.size,), generator=torch.Generator().manual_seed(1))
+    tokens = tokens_of(TREE.size, 1)
     prompt_error = max_tree_error(step, prompt[:-1], tokens)
     path = torch.tensor([0, 2, 6, 9, 10])
     length = step.sequence.length

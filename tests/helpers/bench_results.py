@@ -34,7 +34,7 @@ def figures_of(tree, /, sampling=None, **speedups):
     return BenchResult(settings, models, {}, methods, TreeShape(tree.size, tree.depth))
 
 
-def decoded_by_kind(kinds, plan=KINDS_PLAN):
+def decoded_by_kind(kinds):
     """The tree's result on prompts of these kinds, with the mixture's prediction until then.
 
     Each is as fast as its kind and as long as its number in the list says.
@@ -42,9 +42,9 @@ def decoded_by_kind(kinds, plan=KINDS_PLAN):
     plain, ours = [], []
     for number, kind in enumerate(kinds):
         new_tokens = 30 * (number + 1)
-        seconds = new_tokens / plan.text_speedups.get(kind, (2.0,))[0]
-        steps = int(new_tokens // plan.tokens_by_kind.get(kind, 4.0))
+        seconds = new_tokens / KINDS_PLAN.text_speedups.get(kind, (2.0,))[0]
+        steps = int(new_tokens // KINDS_PLAN.tokens_by_kind.get(kind, 4.0))
         plain.append(PromptRun(new_tokens, new_tokens, float(new_tokens), 0, 0.0))
         ours.append(PromptRun(new_tokens, steps, seconds, 0, 0.0))
     result = replace(summary({"plain": plain, "sequoia": ours})["sequoia"], prediction=MIXTURE)
-    return predicted_by_kind(result, plan, kinds, ours, plain)
+    return predicted_by_kind(result, KINDS_PLAN, kinds, ours, plain)

@@ -80,9 +80,9 @@ def small_target(seed=0, vocabulary=VOCABULARY, hidden=HIDDEN, layers=LAYERS, **
     return model
 
 
-def random_weights(draft, seed):
+def random_weights(draft):
     """Weights for a draft's module by name, whose values make every part of it matter."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     weights = {}
     for name, tensor in draft.state_dict().items():
         values = torch.randn(tensor.shape, generator=generator)
@@ -90,15 +90,15 @@ def random_weights(draft, seed):
     return weights
 
 
-def layer_settings(target, heads=4, kv_heads=2, head_dim=8, intermediate=24, layers=1):
+def layer_settings(target, head_dim=8, layers=1):
     """A config.json's settings of the draft's layers."""
     config = target.config.get_text_config()
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": head_dim,
         "num_hidden_layers": layers,
         "max_position_embeddings": 2048,
@@ -122,14 +122,14 @@ def shared_parts(target, settings, states, head_rows=0):
 
 
 def eagle3_parts(
-    target, d2t=(0, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47), seed=1, **shape
+    target, d2t=(0, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47), head_dim=8
 ):
     """(config, weights) of a random EAGLE-3 draft for `target`, whose tokens are `d2t`."""
-    settings, d2t = layer_settings(target, **shape), torch.tensor(list(d2t))
+    settings, d2t = layer_settings(target, head_dim), torch.tensor(list(d2t))
     module = Eagle3(norms=Eagle3Norms(), **shared_parts(target, settings, 3, len(d2t)))
     weights = {
         name.replace("layers.0.", "midlayer."): tensor
-        for name, tensor in random_weights(module, seed).items()
+        for name, tensor in random_weights(module).items()
     }
     t2d = torch.zeros(settings["vocab_size"], dtype=torch.bool)
     t2d[d2t] = True
@@ -141,38 +141,34 @@ def eagle3_parts(
     }, weights | {"d2t": d2t - torch.arange(len(d2t)), "t2d": t2d}
 
 
-def eagle1_parts(target, seed=1, **shape):
+def eagle1_parts(target):
     """(config, weights) of a random EAGLE-1 draft for `target`; its architecture is a Llama's."""
-    settings = layer_settings(target, **shape)
+    settings = layer_settings(target)
     module = Eagle1(bias=True, **shared_parts(target, settings, 1))
-    return settings | {"architectures": ["LlamaForCausalLM"]}, random_weights(module, seed)
+    return settings | {"architectures": ["LlamaForCausalLM"]}, random_weights(module)
 
 
-def dflash_parts(target, block=5, mask=1, layers=2, seed=1, ids=(0, 2), sizes=None, **shape):
+def dflash_parts(target, mask=1, ids=(0, 2), sizes=None):
     """(config, weights) of a random DFlash draft for `target`; `sizes` are those of DFlash 2."""
-    settings = layer_settings(target, layers=layers, **shape) | {"model_type": "qwen3"}
-    block = DraftBlock(block, mask, **sizes or {})
+    settings = layer_settings(target, layers=2) | {"model_type": "qwen3"}
+    block = DraftBlock(5, mask, **sizes or {})
     module = DFlashModel(block=block, **shared_parts(target, settings, len(ids)))
     return settings | {
         "architectures": ["DFlash2DraftModel" if sizes else "DFlashDraftModel"],
         "block_size": block.size,
-        "dflash_config": {
-            "mask_token_id": mask,
-            "target_layer_ids": list(ids),
-            **(sizes or {}),
-        },
-    }, random_weights(module, seed)
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(ids), **(sizes or {})},
+    }, random_weights(module)
 
 
-def dflash2_parts(target, top_k=6, **shape):
+def dflash2_parts(target, top_k=6):
     """(config, weights) of a random DFlash 2 draft for `target`, as z-lab writes them."""
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    return dflash_parts(target, sizes=dict(zip(names, (2, 4, 3, top_k), strict=True)), **shape)
+    return dflash_parts(target, sizes=dict(zip(names, (2, 4, 3, top_k), strict=True)))
 
 
-def dspark_parts(target, **shape):
+def dspark_parts(target):
     """(config, weights) of a random DSpark draft for `target`, as DeepSpec writes them."""
-    config, weights = dflash_parts(target, sizes={"markov_rank": 3}, **shape)
+    config, weights = dflash_parts(target, sizes={"markov_rank": 3})
     settings = config | config.pop("dflash_config") | {"markov_head_type": "vanilla"}
     return settings | {"architectures": ["Qwen3DSparkModel"]}, weights
 
@@ -189,17 +185,16 @@ PARTS = {
 KINDS = ["language model", "MTP", *PARTS]
 
 
-def small_pair(kind, vocabulary=VOCABULARY, **settings):
+def small_pair(kind, vocabulary=VOCABULARY):
     """(target, draft) with a draft of one of `KINDS`.
 
-    With three tokens, the EAGLE-3 draft has two of them. `settings` are those of an entry of PARTS.
+    With three tokens, the EAGLE-3 draft has two of them.
     """
     target = small_target(vocabulary=vocabulary)
     if kind == "language model":
         return target, small_target(seed=5, vocabulary=vocabulary)
-    if vocabulary == 3:
-        own = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
-        settings |= own.get(kind, {})
+    few = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
+    settings = few.get(kind, {}) if vocabulary == 3 else {}
     with tempfile.TemporaryDirectory() as folder:
         if "MTP" in kind:
             checkpoint(Path(folder), kind.replace("MTP", "GLM-4-MoE"), vocab_size=vocabulary)

@@ -5,6 +5,8 @@ import numpy as np
 import torch
 
 from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.runtime.models.gguf_config import read_config
+from sequoia_plan.runtime.models.gguf_file import read_gguf
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
 NAMES = {
@@ -23,6 +25,11 @@ def logits_of(pair, positions=IDS[0]):
     mask = additive_mask(slots <= slots[:, None], pair.target.dtype)
     with torch.inference_mode():
         return pair.target(cache, IDS[0], positions, slots, mask).logits
+
+
+def is_right(pair, model):
+    """Whether the target computes what transformers' model does."""
+    return torch.allclose(logits_of(pair), model(IDS).logits[0], atol=1e-3)
 
 
 def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
@@ -71,6 +78,22 @@ def add_metadata(writer, architecture, settings):
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+
+
+def metadata_writer(path, architecture, settings=(), layers=2):
+    """A writer of metadata, and of a tensor for each layer."""
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {"vocab_size": 300, "block_count": layers, "embedding_length": 64}
+    add_metadata(writer, architecture, sizes | {"attention.head_count": 4} | dict(settings))
+    for layer in range(layers):
+        writer.add_tensor(str(layer), np.ones(1, np.float32))
+    return writer
+
+
+def config_of(path, *metadata):
+    """What is read of such a file."""
+    write(metadata_writer(path, *metadata))
+    return read_config(read_gguf(path))
 
 
 def write(writer):

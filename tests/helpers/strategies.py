@@ -1,4 +1,5 @@
-"""What hypothesis draws: trees, acceptance vectors and latencies, with awkward cases likely."""
+"""What hypothesis draws: trees, acceptance vectors and latencies, with awkward cases likely; also
+all small trees, and trees that look up."""
 
 import itertools
 
@@ -31,7 +32,7 @@ def acceptance_vectors(draw, longest=4, non_increasing=False):
 
 
 @st.composite
-def rates(draw, longest=4, num_classes=(1, 2), non_increasing=False, favouring=False):
+def rates(draw, longest=4, non_increasing=False, favouring=False):
     """Rates as in `Acceptance`, of one to three levels and up to `longest` ranks.
 
     With `favouring`, for every b one of the first b children is accepted at least as likely if the
@@ -39,7 +40,7 @@ def rates(draw, longest=4, num_classes=(1, 2), non_increasing=False, favouring=F
     """
     ranks = draw(st.integers(1, longest))
     vectors = acceptance_vectors(longest=ranks, non_increasing=non_increasing)
-    num_levels, classes = draw(st.integers(1, 3)), draw(st.sampled_from(num_classes))
+    num_levels, classes = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     rows = np.zeros((num_levels, classes, ranks))
     for row in rows.reshape(-1, ranks):
         vector = draw(vectors)
@@ -67,6 +68,11 @@ def latencies(draw):
         verification=draw(st.sampled_from([None, cost])),
         stream=draw(st.sampled_from([None, *streams])),
     )
+
+
+def looking_up(*parents):
+    """The tree with these parents whose spine is looked up."""
+    return TokenTree(TokenTree.from_parents([-1, *parents]).parents, looks_up=True)
 
 
 def all_trees(size):

@@ -24,6 +24,10 @@ def save_models(folder, name="Llama", **changes):
     return folder
 
 
+def models_in(folder):
+    return [str(folder / role) for role in ("target", "draft")]
+
+
 @cache
 def memory_for(target_folder, draft_folder, resident):
     """Bytes with which so many layers of a target stay in memory, beside its draft."""
@@ -36,23 +40,22 @@ def memory_for(target_folder, draft_folder, resident):
 
 def streamed(folder, resident=2, placement="auto"):
     """The pair with so many resident layers."""
-    models = str(folder / "target"), str(folder / "draft")
+    models = models_in(folder)
     memory = memory_for(*models, resident)
     return load_pair(*models, dtype="float32", placement=placement, offload="disk", memory=memory)
 
 
 def in_memory(folder, placement="auto"):
     """The same pair with all weights in memory."""
-    models = str(folder / "target"), str(folder / "draft")
-    return load_pair(*models, dtype="float32", placement=placement)
+    return load_pair(*models_in(folder), dtype="float32", placement=placement)
 
 
 def decoder(pair, tree=TREE):
     return SequoiaDecoder(pair.target, pair.draft, tree)
 
 
-def tokens(pair, temperature=0.0, seed=1):
-    return decoder(pair).generate(PROMPT, 40, temperature=temperature, seed=seed).sequences
+def tokens(pair):
+    return decoder(pair).generate(PROMPT, 40).sequences
 
 
 def weights():

@@ -55,7 +55,10 @@ class ToyModel(torch.nn.Module):
             self.by_token, self.by_position = table(n, n), 0.5 * table(3, n)
             self.by_past = 0.4 * table(n, n)
         else:  # a draft that resembles its target
-            self.by_token, self.by_position = base.by_token + noise * table(n, n), base.by_position
+            self.by_token, self.by_position = (
+                base.by_token + noise * table(n, n),
+                base.by_position.clone(),
+            )
             self.by_past = base.by_past + noise * 0.3 * table(n, n)
         if covered is not None:
             self.d2t = torch.tensor(covered)
@@ -124,11 +127,16 @@ class Ids:
         self.ended = True
 
 
-def toy_pair(noise=0.7, covered=None, constant=False, context=512):
+def toy_models(seed=0, noise=0.5, covered=None, context=64, vocabulary=8):
+    """A target and a draft that resembles it."""
+    target = ToyModel(seed, vocabulary, context=context)
+    return target, ToyModel(seed + 1, vocabulary, covered, target, noise, context)
+
+
+def toy_pair(noise=0.7, constant=False):
     """A toy target, a draft that resembles it, and what else a pair has; `constant`: one law at
     every position."""
-    target = ToyModel(0, context=context)
-    draft = ToyModel(1, base=target, noise=noise, covered=covered, context=context)
+    target, draft = toy_models(noise=noise, context=512)
     if constant:
         for model in (target, draft):
             model.by_token = model.by_token[:1].expand(8, 8).clone()
@@ -141,11 +149,9 @@ def toy_pair(noise=0.7, covered=None, constant=False, context=512):
     )
 
 
-def toy_decoder(tree, seed=0, noise=0.5, covered=None, context=1 << 14):
+def toy_decoder(tree, seed=0, noise=0.5, covered=None):
     """A decoder whose draft resembles its target."""
-    target = ToyModel(seed, context=context)
-    draft = ToyModel(seed + 1, base=target, noise=noise, covered=covered, context=context)
-    return SequoiaDecoder(target, draft, tree)
+    return SequoiaDecoder(*toy_models(seed, noise, covered, 1 << 14), tree)
 
 
 def first_tokens(prompt, tree, seeds, covered=None, length=3, sampling=None, decoder=None):

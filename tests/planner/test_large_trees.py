@@ -26,9 +26,9 @@ WIDE = solve([0.5, 0.2, 0.1, 0.05], budget=24, depth=8).tree
 
 def observe(pair, tree, tokens, sampling=None, prompts=PROMPTS, **options):
     """What is counted on texts that a tree writes."""
-    options |= {"precision": 0, "tokens_per_prompt": tokens}
     sampling = sampling or Sampling(1.0, verifier="sequoia")
-    return measure_acceptance(pair, prompts, sampling, tree=tree, **options)
+    options |= {"precision": 0, "tokens_per_prompt": tokens, "tree": tree}
+    return measure_acceptance(pair, prompts, sampling, **options)
 
 
 def by_level(observed):

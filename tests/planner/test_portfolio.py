@@ -9,6 +9,7 @@ from brute_force import DFLASH, EAGLE
 from brute_force import TREES as SMALL_TREES
 from commands import succeed
 from msgspec import structs
+from strategies import looking_up
 
 from sequoia_plan.artifacts import (
     LANGUAGE_MODEL,
@@ -48,20 +49,13 @@ LEVELS, RANKS = 3, 2
 """Levels below the root's, and children of a node, of the trees in brute force."""
 
 
-def spine_of(depth):
-    """A looked-up chain."""
-    return TokenTree(TokenTree.chain(depth).parents, looks_up=True)
-
-
-def random_rows(rng, levels=LEVELS, ranks=RANKS, looks_up=False):
+def random_rows(rng, looks_up=False):
     """p[level][class][rank]; with `looks_up`, rank 1 on the spine may be likelier or less likely
     than the ranks after it."""
-    rows = -np.sort(-rng.dirichlet([0.6] * ranks + [0.5], size=(levels, 2))[:, :, :ranks])
+    rows = -np.sort(-rng.dirichlet([0.6] * RANKS + [0.5], size=(LEVELS, 2))[:, :, :RANKS])
     if looks_up:
-        rows[:, 0, 0] = rng.uniform(0.2, 0.95, levels)
-        rows[:, 0, 1:] = (
-            (1 - rows[:, :1, 0]) * rng.uniform(0.2, 0.9, (levels, 1)) / max(ranks - 1, 1)
-        )
+        rows[:, 0, 0] = rng.uniform(0.2, 0.95, LEVELS)
+        rows[:, 0, 1:] = (1 - rows[:, :1, 0]) * rng.uniform(0.2, 0.9, (LEVELS, 1)) / (RANKS - 1)
     return rows
 
 
@@ -80,11 +74,11 @@ def random_times(rng):
     return StepTime(latency, [LANGUAGE_MODEL, DFLASH, EAGLE][rng.integers(3)])
 
 
-def possible_trees(times, looks_up, max_size, depth=LEVELS + 1, ranks=RANKS):
+def possible_trees(times, looks_up, max_size):
     """Every tree within the limits."""
-    deepest = times.drafting.max_depth or depth
+    deepest = times.drafting.max_depth or LEVELS + 1
     for tree in SMALL_TREES:
-        if tree.size <= max_size and tree.depth <= depth and tree.branching <= ranks:
+        if tree.size <= max_size and tree.depth <= LEVELS + 1 and tree.branching <= RANKS:
             candidate = TokenTree(tree.parents, looks_up=looks_up)
             if candidate.num_drafted_levels < deepest:
                 yield candidate
@@ -158,7 +152,7 @@ def test_shares_by_hand():
     """
     text = [Position(0, 0), Position(0, 0), Position(2, 2), Position(2, 1), Position(0, 0)]
     text += [Position(0, 0)] * 3  # the last steps do not count
-    trees = [TokenTree.chain(2), spine_of(3)]
+    trees = [TokenTree.chain(2), looking_up(0, 1)]
     rows = [np.array(rates) for rates in ([[[0.5]]], [[[0.9], [0.5]]])]
     result = replay(recorded_texts([write_positions(text)], (0, 2)), trees, rows)
     assert result.shares.tolist() == pytest.approx([0.6, 0.4])
@@ -173,8 +167,8 @@ def test_the_draft_catches_up_after_a_step_that_it_had_no_part_in(drafting):
     other steps may have accepted in a pass before it."""
     latency = Latency({1: 0.02}, {n: 0.001 * n for n in (1, 2, 4, 8)})
     times, chains = StepTime(latency, drafting), [TokenTree.chain(n) for n in range(6)[1:]]
-    spine = spine_of(7)
-    with_sibling = TokenTree(np.array([-1, 0, 0, 1, 3], np.int32), looks_up=True)
+    spine = looking_up(*range(6))
+    with_sibling = looking_up(0, 0, 1, 3)
 
     def seconds(last_tree, tree):
         return times.catch_up_seconds(times.num_unread(last_tree), tree.num_drafted_levels)
@@ -195,7 +189,7 @@ def test_a_draft_catches_up_with_accepted_tokens_only():
 
 def test_a_drafted_sibling_gets_its_chance_once_the_looked_up_token_is_rejected():
     """The root's looked-up child has p = .6, its drafted one .2 and a child of its own with .3."""
-    tree = TokenTree(np.array([-1, 0, 0, 2], np.int32), looks_up=True)
+    tree = looking_up(0, 0, 2)
     table = advance_table(tree, np.array([[[0.6, 0.2], [0.3, 0.0]]]))
     assert table.tolist() == [pytest.approx([0.5, 0.35, 0.15]), pytest.approx([0, 1, 0])]
 
@@ -247,8 +241,7 @@ def lookup_profile(**changes):
     drafted = Counts([[900, 0], [400, 100]], [[[450, 120], [0, 0]], [[220, 50], [40, 10]]])
     right = np.array([[400, 360, 10], [360, 330, 8], [330, 310, 5], [310, 295, 4.0]])
     looked_up = Counts(
-        np.stack([right[:, 0], np.zeros(4)], 1),
-        np.stack([right[:, 1:], np.zeros((4, 2))], 1),
+        np.stack([right[:, 0], np.zeros(4)], 1), np.stack([right[:, 1:], np.zeros((4, 2))], 1)
     )
     no_match = [Position(0, 0)] * 10
     copied = [Position(2, run) for run in range(12, -1, -1)]
@@ -433,7 +426,7 @@ def test_lookup_can_be_left_out():
 
 def test_a_class_with_the_tree_of_the_one_before_it_is_left_out():
     """Equal trees are stored once, and a tree that comes back is stored again."""
-    drafted, spine = TokenTree.chain(3), spine_of(5)
+    drafted, spine = TokenTree.chain(3), looking_up(*range(4))
     trees = {0: drafted, 1: drafted, 2: spine, 3: spine, 5: drafted}
     tree = by_match._with_by_match(trees)
     assert list(tree.by_match) == [2, 5]

@@ -7,11 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import at_depth, latencies, rates
 
-from sequoia_plan.artifacts import (
-    LANGUAGE_MODEL,
-    Latency,
-    TokenTree,
-)
+from sequoia_plan.artifacts import LANGUAGE_MODEL, Latency, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner import frontier
@@ -38,10 +34,7 @@ def by_brute_force(rates, times, budget, depth):
 
 
 @settings(max_examples=120)
-@given(
-    rates(non_increasing=True, favouring=True),
-    *LIMITS,
-)
+@given(rates(non_increasing=True, favouring=True), *LIMITS)
 def test_the_fastest_tree_is_found_and_proven(rates, latency, budget, depth, drafting):
     """Brute force over all trees finds none that is faster, whatever the curves."""
     rows, times = at_depth(rates, depth), StepTime(latency, drafting)
@@ -54,10 +47,7 @@ def test_the_fastest_tree_is_found_and_proven(rates, latency, budget, depth, dra
 
 
 @settings(max_examples=120)
-@given(
-    rates() | rates(non_increasing=True),
-    *LIMITS,
-)
+@given(rates() | rates(non_increasing=True), *LIMITS)
 def test_the_bound_on_speed_holds_for_any_acceptance(rates, latency, budget, depth, drafting):
     """And no tree of most tokens of a size and depth is faster than the tree that is taken."""
     rows, times = at_depth(rates, depth), StepTime(latency, drafting)

@@ -79,27 +79,22 @@ def test_expected_acceptance_is_exact_on_average(draft_temperature, is_exact):
     assert (np.abs(z) < 4).all() == is_exact
 
 
-def yields_of_steps(pair, tree, sampling, steps_per_prompt):
-    """Tokens of each step that the decoder makes."""
-    decoder = SequoiaDecoder(pair.target, pair.draft, tree)
-    return np.array(
-        [
-            len(step.tokens)
-            for number, prompt in enumerate(PROMPTS)
-            for step in itertools.islice(
-                decoder.steps(torch.tensor(prompt), 480, sampling, number), steps_per_prompt
-            )
-        ]
-    )
-
-
 def test_traversal_is_measured_as_it_accepts_in_a_tree():
     """The levels predict the tokens a step that decoding yields.
 
     The levels of `sequoia` (the control) predict fewer.
     """
     pair = toy_pair(noise=1.5, constant=True)
-    yields = yields_of_steps(pair, TREE, TRAVERSAL, 150)
+    decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
+    yields = np.array(
+        [
+            len(step.tokens)
+            for number, prompt in enumerate(PROMPTS)
+            for step in itertools.islice(
+                decoder.steps(torch.tensor(prompt), 480, TRAVERSAL, number), 150
+            )
+        ]
+    )
     error = yields.std() / len(yields) ** 0.5
     sequoia, traversal = (
         expected_tokens(TREE, Acceptance.counted(observed.totals()).with_one_class().rates)
@@ -112,7 +107,7 @@ def test_traversal_is_measured_as_it_accepts_in_a_tree():
     assert sequoia < yields.mean() - 4 * error
 
 
-def classes_decoded(pair, sampling, tokens, class_of):
+def classes_decoded(pair, class_of):
     """int [LEVELS, 2]: accepted nodes by level and class, from the decoder's own paths.
 
     `class_of` gives the class for the ranks on the way to a node.
@@ -121,12 +116,12 @@ def classes_decoded(pair, sampling, tokens, class_of):
     decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
     for number, prompt in enumerate(PROMPTS):
         num_tokens = 0
-        for step in decoder.steps(torch.tensor(prompt), tokens, sampling, number):
+        for step in decoder.steps(torch.tensor(prompt), 40, PLAIN_RULE, number):
             ranks = [int(TREE.ranks[node]) for node in step.path[1:]]
             for level in range(len(step.tokens)):  # the root, and the accepted nodes below it
                 counts[min(level, LEVELS - 1), class_of(ranks[:level])] += 1
             num_tokens += len(step.tokens)
-            if num_tokens >= tokens:
+            if num_tokens >= 40:
                 break
         counts[0, 0] += 1  # the next step's root, on which the text ends
     return counts
@@ -137,8 +132,8 @@ def test_classes_are_those_of_the_decoded_tree():
     pair = toy_pair(noise=1.5)
     observed = measured(pair, PLAIN_RULE, tokens_per_prompt=40)
     by_class = observed.trials.sum(0)
-    of_path = classes_decoded(pair, PLAIN_RULE, 40, lambda ranks: int(max(ranks, default=1) > 1))
-    of_rank = classes_decoded(pair, PLAIN_RULE, 40, lambda ranks: int([1, *ranks][-1] > 1))
+    of_path = classes_decoded(pair, lambda ranks: int(max(ranks, default=1) > 1))
+    of_rank = classes_decoded(pair, lambda ranks: int([1, *ranks][-1] > 1))
     assert np.array_equal(by_class, of_path) and not np.array_equal(by_class, of_rank)
     assert np.array_equal(observed.totals().trials, by_class)
     assert (by_class[1:] > 0).all() and by_class[0, 1] == 0

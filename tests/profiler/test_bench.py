@@ -7,18 +7,11 @@ import pytest
 import torch
 from architectures import plain_text, resembling, tiny
 from bench_results import KINDS_PLAN, TREE, decoded_by_kind
-from click.testing import CliRunner
-from commands import succeed
+from commands import call, succeed
 from msgspec.structs import replace
 from torch import nn
 
-from sequoia_plan.artifacts import (
-    Acceptance,
-    ArgumentError,
-    BenchResult,
-    TokenTree,
-    save_tree,
-)
+from sequoia_plan.artifacts import Acceptance, ArgumentError, BenchResult, TokenTree, save_tree
 from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import MatchPlan
@@ -35,7 +28,7 @@ from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, _remarks
 pytestmark = pytest.mark.slow
 
 TREES = bench_trees(TREE, "traversal")
-TOKENS = expected_tokens(TREE, TREE.plan.acceptance.rates)
+TOKENS = expected_tokens(TREE, Acceptance.given([0.5, 0.25]).rates)
 PARTS = ("step", "draft", "target", "verify", "host", "share_not_model")
 
 
@@ -65,7 +58,7 @@ def run_bench(models, tmp_path, monkeypatch):
     figures = dict.fromkeys(PARTS, 0.01)
     monkeypatch.setattr("sequoia_plan.profiler.breakdown.breakdown", lambda *_: figures)
     save_tree(TREE, "tree.safetensors")
-    return lambda words: CliRunner().invoke(cli.main, ["bench", "--tokens", "4", *words.split()])
+    return lambda words: call("bench", "--tokens", "4", *words.split())
 
 
 @pytest.fixture
@@ -141,10 +134,7 @@ def test_a_covering_draft_gets_a_full_head_and_stays_as_it_was(models):
 
 @pytest.mark.parametrize(
     ("filters", "keeps_one"),
-    [
-        ({"top_p": 0.001}, True),
-        ({"top_p": 0.9, "top_k": 20, "min_p": 0.01}, False),
-    ],
+    [({"top_p": 0.001}, True), ({"top_p": 0.9, "top_k": 20, "min_p": 0.01}, False)],
 )
 def test_sampling_methods_apply_every_filter(models, texts, filters, keeps_one):
     """Where a filter keeps one token, every method says the same at any temperature.
@@ -218,9 +208,7 @@ def test_predictions_are_the_plans(method, settings, sampling, is_predicted):
     elif method == "chain":
         assert prediction.tokens_per_step > 1
     else:
-        assert prediction.tokens_per_step == expected_tokens(
-            TREE, Acceptance.given([0.5, 0.25]).rates
-        )
+        assert prediction.tokens_per_step == TOKENS
         assert prediction.speedup > 1
     assert prediction_for(*TREES["plain"], plan, {"temperature": 0.3}) == Prediction(1.0, 1.0)
 
@@ -234,9 +222,7 @@ def test_the_command(run_bench, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == answer
     methods = BenchResult.load(tmp_path / "out.json").methods
     assert list(methods) == ["plain", "generate", "sequoia"]
-    assert methods["sequoia"].prediction.tokens_per_step == expected_tokens(
-        TREE, Acceptance.given([0.5, 0.25]).rates
-    )
+    assert methods["sequoia"].prediction.tokens_per_step == TOKENS
     assert answer["settings"]["prompts"] == 2 and answer["tree"]["size"] == 7
     text = run_bench(f"{words} --report page.html").stdout
     for part in ("our tree, Sequoia", "over plain", "10.0 ms (draft 10.0", "tree of 7 nodes"):

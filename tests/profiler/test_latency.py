@@ -42,9 +42,16 @@ def pair():
 
 
 @pytest.fixture
-def meter(pair, monkeypatch):
-    """A meter of four sizes."""
+def short_measure(monkeypatch):
+    """Four sizes; the text of a prompt is a number in `PROMPTS`."""
     monkeypatch.setattr(latency, "SIZES", SIZES)
+    module = sys.modules["sequoia_plan.profiler.measure"]
+    monkeypatch.setattr(module, "encode", lambda tokenizer, text: PROMPTS[int(text) % 12])
+
+
+@pytest.fixture
+def meter(pair, short_measure):
+    """A meter of four sizes."""
     return LatencyMeter(pair, WARM, 20)
 
 
@@ -179,9 +186,8 @@ def test_the_fit_has_no_negative_term(seconds, kept):
     assert {cost.base, cost.by_node} == {getattr(cost, kept), 0.0}
 
 
-def test_latency_is_timed_between_prompts(pair, monkeypatch):
+def test_latency_is_timed_between_prompts(pair, short_measure, monkeypatch):
     """Rounds are among the prompts, and as many more as are asked for come after them."""
-    monkeypatch.setattr(latency, "SIZES", SIZES)
     events, run_round = [], LatencyMeter.round
     set_clock(monkeypatch, lambda part, size: 1.0)  # else a busy machine would leave out rounds
 
@@ -190,8 +196,6 @@ def test_latency_is_timed_between_prompts(pair, monkeypatch):
         run_round(meter)
 
     monkeypatch.setattr(LatencyMeter, "round", counting)
-    module = sys.modules["sequoia_plan.profiler.measure"]
-    monkeypatch.setattr(module, "encode", lambda tokenizer, text: PROMPTS[int(text)])
 
     prompts = [Prompt(str(number)) for number in range(12)]
     report = {"on_prompt": lambda *_: events.append("prompt")}
@@ -202,14 +206,11 @@ def test_latency_is_timed_between_prompts(pair, monkeypatch):
     assert list(profile.latency.target) == list(SIZES) and len(profile.prompts["all"]) == 12
 
 
-def test_every_kind_is_measured(pair, monkeypatch):
+def test_every_kind_is_measured(pair, short_measure):
     """Of six kinds one after the other, eight prompts each, though far fewer reach the precision.
 
     Latency has a step of plain decoding, whose time is that of the prediction.
     """
-    monkeypatch.setattr(latency, "SIZES", SIZES)
-    module = sys.modules["sequoia_plan.profiler.measure"]
-    monkeypatch.setattr(module, "encode", lambda tokenizer, text: PROMPTS[int(text) % 8])
     prompts = [Prompt(str(number), kind) for kind in "abcdef" for number in range(16)]
     measuring = measuring_half([*prompts, Prompt("0", "rare")])
     profile = measure(pair, measuring, WARM, 0.0, [20], precision=0.9, tokens_per_prompt=4)

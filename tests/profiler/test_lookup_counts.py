@@ -174,10 +174,9 @@ def test_built_in_prompts_that_copy_are_in_both_halves():
         assert all(kinds[kind] == 3 for kind in ("proofread", "quote", "edit-code", "shorten"))
 
 
-def measured(sampling, prompts=PROMPTS[:4], **options):
+def measured(sampling, prompts=PROMPTS[:4]):
     """The acceptance of toy models on a few prompts."""
-    options = {"precision": 0, "tokens_per_prompt": 24} | options
-    return measure_acceptance(toy_pair(), prompts, sampling, **options)
+    return measure_acceptance(toy_pair(), prompts, sampling, precision=0, tokens_per_prompt=24)
 
 
 def test_verifiers_that_cannot_look_up_are_not_counted():

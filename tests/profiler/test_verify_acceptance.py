@@ -15,12 +15,12 @@ from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, greedy, sample_pat
 pytestmark = pytest.mark.slow
 
 
-def random_case(tree, vocabulary, generator, dtype=torch.float64):
+def random_case(tree, vocabulary, generator):
     """(target_probs, draft_probs, distinct drawn tokens, index), independent of each other."""
     index = TreeIndex.of(tree)
     inner = int((index.child_count > 0).sum())
     p, q = (
-        torch.rand(rows, vocabulary, generator=generator, dtype=dtype) ** 4
+        torch.rand(rows, vocabulary, generator=generator, dtype=torch.float64) ** 4
         for rows in (tree.size, inner)
     )
     drawn = torch.rand(inner, vocabulary, generator=generator).argsort(-1)[:, : tree.branching]

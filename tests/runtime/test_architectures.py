@@ -12,12 +12,12 @@ from architectures import (
     READS_TREES,
     REFUSED,
     TREE,
-    VOCABULARY,
     WINDOW,
     logits_errors,
     plain_text,
     resembling,
     tiny,
+    tokens_of,
 )
 from paths import ROOT
 from toys import ToyModel
@@ -49,7 +49,7 @@ def on_page(target, name, window=""):
 def test_tree_logits_are_path_logits_and_greedy_is_transformers(name):
     target = tiny(name)
     decoder = SequoiaDecoder(target, resembling(target), TREE)
-    prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    prompt = tokens_of(PROMPT)
     assert max(logits_errors(decoder, prompt)) < BOUND
     result, expected = decoder.generate(prompt, NEW), plain_text(target, prompt[None], NEW)
     assert result.sequences.equal(expected)

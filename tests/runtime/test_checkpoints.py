@@ -6,42 +6,25 @@ What does not fit is one line that says why, and the command line needs no optio
 import pytest
 import torch
 
-from drafts import PARTS, dflash_parts, eagle3_parts, load, small_target, write
+from drafts import PARTS, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.pretrained import find_model
 
 pytestmark = pytest.mark.slow
 TARGET = small_target()
+LAYERS, WEIGHTS = eagle3_parts(TARGET)
 NESTED = {"speculators_model_type": "eagle3", "draft_vocab_size": 16}
 
 
-def eagle3(**changes):
-    """A config with `changes`; None removes a key. Weights changed by names with a dot in them."""
-    return changed(*eagle3_parts(TARGET), changes)
-
-
-def dflash(**changes):
-    return changed(*dflash_parts(TARGET), changes)
-
-
-def changed(config, weights, changes):
-    for name, value in changes.items():
-        place = weights if name in weights or name.endswith("weight") else config
-        if value is None:
-            del place[name]
-        else:
-            place[name] = value
-    return config, weights
-
-
 def nested(**config):
-    layers, weights = eagle3_parts(TARGET)
-    return NESTED | {"transformer_layer_config": layers} | config, weights
+    return NESTED | {"transformer_layer_config": LAYERS} | config, WEIGHTS
 
 
 def parts_of(algorithm, **changes):
-    return changed(*PARTS[algorithm](TARGET), changes)
+    """(a config with `changes`, weights)."""
+    config, weights = PARTS[algorithm](TARGET)
+    return config | changes, weights
 
 
 def flat_as_nested(config, weights, **settings):
@@ -54,13 +37,13 @@ def flat_as_nested(config, weights, **settings):
 
 ANOTHER_KIND = "found a draft of another kind"
 BAD = {
-    "Medusa": (lambda: eagle3(architectures=["MedusaModel"]), ANOTHER_KIND),
+    "Medusa": (lambda: parts_of("EAGLE-3", architectures=["MedusaModel"]), ANOTHER_KIND),
     "DSpark of unknown rows": (
         lambda: parts_of("DSpark", architectures=["DSparkDraftModel"]),
         ANOTHER_KIND,
     ),
     "a DFlash without a selector": (
-        lambda: dflash(architectures=["DFlash2DraftModel"]),
+        lambda: parts_of("DFlash", architectures=["DFlash2DraftModel"]),
         "conv_kernel_size.*: None",
     ),
     "scaled embeddings": (
@@ -78,7 +61,7 @@ BAD = {
         "its weights do not fit its config.json and this target: .*fc.weight",
     ),
     "scales of another kind": (
-        lambda: (eagle3()[0], eagle3()[1] | {"fc.weight_scale": torch.ones(1)}),
+        lambda: (LAYERS, WEIGHTS | {"fc.weight_scale": torch.ones(1)}),
         "its scales do not fit its weights: IndexError",
     ),
     "another vocabulary": (
@@ -86,7 +69,7 @@ BAD = {
         "made for a target of 64 tokens",
     ),
     "layers that are not there": (
-        lambda: eagle3(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 20]}),
+        lambda: parts_of("EAGLE-3", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 20]}),
         "hidden states, -1 to 3",
     ),
     "layers of another layout": (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from scripted import token_probs_of_texts
+from strategies import looking_up
 from toys import first_tokens
 
 from drafts import eagle3_parts, load, small_target, write
@@ -25,14 +26,9 @@ pytestmark = pytest.mark.slow
 
 PROMPT = torch.tensor([2, 1, 2, 0, 1, 2, 0, 1])
 BASE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
-SPINE = TokenTree(TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3, 6]).parents, looks_up=True)
+SPINE = looking_up(0, 0, 1, 1, 2, 3, 6)
 FAMILY = TokenTree(
-    BASE.parents,
-    by_match={
-        1: SPINE,
-        2: TokenTree(TokenTree.from_parents([-1, 0, 0, 1, 2, 2]).parents, looks_up=True),
-        3: TokenTree(TokenTree.chain(5).parents, looks_up=True),
-    },
+    BASE.parents, by_match={1: SPINE, 2: looking_up(0, 0, 1, 2, 2), 3: looking_up(*range(4))}
 )
 TREES = {"plain": TokenTree.chain(1), "one": BASE, "family": FAMILY}
 SAMPLINGS = [
@@ -74,10 +70,10 @@ def pair(kind, vocabulary=12):
     return target, None if kind == "none" else draft
 
 
-def outputs(decoder, seed, sampling, count=40):
+def outputs(decoder, seed, sampling):
     return [
         (step.path, step.tokens, step.match_length)
-        for step in decoder.steps(PROMPT, count, sampling, seed)
+        for step in decoder.steps(PROMPT, 40, sampling, seed)
     ]
 
 

@@ -25,6 +25,7 @@ from sequoia_plan.runtime.models import loaded_model
 from sequoia_plan.runtime.models.attention import attend_shared_heads, attending
 
 pytestmark = pytest.mark.slow
+CUDA = torch.device("cuda", 0)
 
 
 def simulated():
@@ -43,13 +44,10 @@ def test_alternating_generations_capture_nothing_twice():
     first = simulated()
     decoders = [first.with_tree(tree) for tree in (TREE, TokenTree.chain(3), TokenTree.star(5))]
     turns = [(decoder, temperature) for decoder in decoders for temperature in (0.0, 1.0, 0.7)]
-    for decoder, temperature in turns:
-        decoder.generate([3, 1, 4], 40, temperature, seed=0)
-    captured = list(first.step.models.graphs.captures)
-    assert captured == ["step"] * len(turns)
-    for decoder, temperature in turns:
-        decoder.generate([3, 1, 4], 40, temperature, seed=0)
-    assert first.step.models.graphs.captures == captured
+    for _ in range(2):
+        for decoder, temperature in turns:
+            decoder.generate([3, 1, 4], 40, temperature, seed=0)
+        assert first.step.models.graphs.captures == ["step"] * len(turns)
 
 
 def test_a_long_text_takes_few_captures():
@@ -108,7 +106,7 @@ def test_graphs_that_read_each_others_outputs_share_no_memory(monkeypatch):
 
     In one pool, the draft would leave its output where the target writes before verification reads.
     """
-    cuda, graphs = Cuda(monkeypatch), Graphs(torch.device("cuda", 0))
+    cuda, graphs = Cuda(monkeypatch), Graphs(CUDA)
     for part, extent in itertools.product(("draft", "target"), (512, 1024)):
         graphs((part, extent), lambda: torch.zeros(3))
     assert cuda.pools == 2 == len({*graphs.pools.values()})
@@ -123,7 +121,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(fails, error, monkeypatch):
     """What it changed is as before, the allocator is told that the capture is over, and the next
     one takes another pool. No workspace of a matrix product stays: the graph's lies in its pool."""
     cuda = Cuda(monkeypatch, fails, error)
-    graphs, total = Graphs(torch.device("cuda", 0)), torch.zeros(3)
+    graphs, total = Graphs(CUDA), torch.zeros(3)
     with pytest.raises(error) if fails else nullcontext():
         graphs.capture("sum", cuda.run, [total], (total,))
         total.sub_(1)  # the stand-in runs where CUDA only records
@@ -135,7 +133,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(fails, error, monkeypatch):
 
 def test_captures_of_two_threads_do_not_overlap(monkeypatch):
     cuda = Cuda(monkeypatch)
-    graphs = [Graphs(torch.device("cuda", 0)) for _ in range(2)]
+    graphs = [Graphs(CUDA) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         [*threads.map(lambda each: each("sum", lambda: time.sleep(0.05)), graphs)]
     assert [each.failed for each in graphs] == [{}, {}] and cuda.pools == 2
@@ -147,7 +145,7 @@ def test_captures_of_two_threads_do_not_overlap(monkeypatch):
 @pytest.mark.filterwarnings("ignore:sum. cannot be captured")
 def test_only_errors_that_another_thread_may_cause_are_not_final(message, captured, monkeypatch):
     cuda = Cuda(monkeypatch, "inside", lambda where: RuntimeError(message))
-    graphs, total = Graphs(torch.device("cuda", 0)), torch.zeros(3)
+    graphs, total = Graphs(CUDA), torch.zeros(3)
     for _ in range(2):
         graphs("sum", cuda.run, inputs=(total,))
     assert ("sum" in graphs.graphs) == captured
@@ -155,13 +153,13 @@ def test_only_errors_that_another_thread_may_cause_are_not_final(message, captur
 
 def test_a_function_that_waits_for_the_device_is_not_captured(monkeypatch):
     cuda = Cuda(monkeypatch)
-    graphs = Graphs(torch.device("cuda", 0))
+    graphs = Graphs(CUDA)
     with pytest.warns(UserWarning, match="sum: cannot be captured .* called a synchronizing CUDA"):
-        graphs(("sum", 512), lambda: cuda.wait())
+        graphs(("sum", 512), cuda.wait)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the same is not said twice
         for extent in (512, 1024):
-            graphs(("sum", extent), lambda: cuda.wait())
+            graphs(("sum", extent), cuda.wait)
         cuda.wait()
     assert {*graphs.failed} == {("sum", 512), ("sum", 1024)}
     assert graphs.graphs == {} and cuda.sync == 0

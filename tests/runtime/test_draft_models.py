@@ -48,10 +48,7 @@ def flat(config, weights, layout):
         }, weights
     ids = [number - 1 for number in config["eagle_aux_hidden_state_layer_ids"]]
     names = ("draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
-    architectures = {
-        "SpecForge": "LlamaForCausalLMEagle3",
-        "AngelSlim": "Eagle3LlamaForCausalLM",
-    }
+    architectures = {"SpecForge": "LlamaForCausalLMEagle3", "AngelSlim": "Eagle3LlamaForCausalLM"}
     renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
     return settings | {name: config[name] for name in names} | {
         "architectures": [architectures[layout]],

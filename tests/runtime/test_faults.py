@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import CONTEXT, plain_text, resembling, tiny
-from toys import TREE, Ids, ToyModel
+from toys import TREE, Ids, ToyModel, toy_models
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
@@ -15,13 +15,9 @@ pytestmark = pytest.mark.slow
 PROMPT = [3, 1, 4]
 
 
-def pair(context=64, seed=2):
-    target = ToyModel(seed, context=context)
-    draft = ToyModel(seed + 1, base=target, noise=0.5, context=context)
-    draft.by_position = target.by_position.clone()
-    return target, draft
-
-
+each_tree = pytest.mark.parametrize(
+    "tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr
+)
 FILTERS = {"top_p": 0.5, "top_k": 5, "min_p": 0.01, "draft_temperature": 2.0}
 SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(1.0, verifier="topk", **FILTERS)]
 
@@ -30,23 +26,23 @@ SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(1.0, verifier="topk", **FILTERS
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
 def test_logits_that_are_not_finite_are_reported_with_their_place(role, sampling, value):
-    target, draft = pair()
+    target, draft = toy_models(2)
     decoder = SequoiaDecoder(target, draft, TREE)
-    expected = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
+    options = dict(max_new_tokens=12, sampling=sampling, seed=5)
+    expected = decoder.generate(PROMPT, **options).sequences
     broken = {"target": target, "draft": draft}[role]
     healthy = broken.by_position.clone()
     tokens = slice(None) if value < 0 else 4  # -inf for some tokens is no fault
     broken.by_position[0, tokens] = value
     with pytest.raises(SequoiaPlanError, match=rf"{role}: logits .* not finite after token \d+"):
-        decoder.generate(PROMPT, 12, sampling=sampling, seed=5)
+        decoder.generate(PROMPT, **options)
     broken.by_position.copy_(healthy)
-    sequences = decoder.generate(PROMPT, 12, sampling=sampling, seed=5).sequences
-    assert sequences.equal(expected)
+    assert decoder.generate(PROMPT, **options).sequences.equal(expected)
 
 
 def test_forbidden_tokens_are_not_a_fault():
     """Models give the logit -inf to tokens that must never come."""
-    target, draft = pair()
+    target, draft = toy_models(2)
     for model in (target, draft):
         model.by_position[:, 6] = -torch.inf
     for temperature in (0.0, 1.0):
@@ -54,12 +50,12 @@ def test_forbidden_tokens_are_not_a_fault():
         assert 6 not in result.sequences[0, 3:].tolist()
 
 
-@pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr)
+@each_tree
 @pytest.mark.parametrize("context", [9, 14, 32])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_context_is_filled_to_its_last_token(tree, context, temperature):
     """Also if the tree is larger than the rest of it: nodes beyond the end are cut off."""
-    target, draft = pair(context)
+    target, draft = toy_models(2, context=context)
     result = SequoiaDecoder(target, draft, tree).generate(PROMPT, 100, temperature, seed=0)
     assert result.finish_reason == "context"
     assert result.sequences.shape[1] == context
@@ -67,7 +63,7 @@ def test_the_context_is_filled_to_its_last_token(tree, context, temperature):
         assert result.sequences[0].tolist() == target.greedy_text(PROMPT, context - 3)
 
 
-@pytest.mark.parametrize("tree", [TokenTree.chain(1), TokenTree.chain(6), TREE], ids=repr)
+@each_tree
 def test_learned_positions_are_never_exceeded(tree):
     """GPT-2 has no embeddings beyond its context, also for nodes of a tree that reaches there."""
     target = tiny("GPT-2")
@@ -78,7 +74,7 @@ def test_learned_positions_are_never_exceeded(tree):
 
 
 def test_a_draft_with_less_context_than_the_target_goes_on():
-    target = ToyModel(2, context=64)
+    target = ToyModel(2)
     draft = ToyModel(3, base=target, noise=0.5, context=16)
     result = SequoiaDecoder(target, draft, TREE).generate(PROMPT, 40)
     assert result.sequences[0].tolist() == target.greedy_text(PROMPT, 40)
@@ -99,8 +95,7 @@ def test_a_draft_with_less_context_than_the_target_goes_on():
     ],
 )
 def test_requests_that_cannot_be(prompt, settings, message):
-    target, draft = pair()
-    decoder = SequoiaDecoder(target, draft, TREE)
+    decoder = SequoiaDecoder(*toy_models(2), TREE)
     decoder.step.target.num_embeddings = 8  # toy models have no embeddings to read it from
     with pytest.raises(SequoiaPlanError, match=message):
         decoder.generate(prompt, **({"max_new_tokens": 4} | settings))
@@ -108,8 +103,7 @@ def test_requests_that_cannot_be(prompt, settings, message):
 
 
 def test_memory_that_is_not_there():
-    target, draft = pair(context=1 << 50)
-    decoder = SequoiaDecoder(target, draft, TREE)
+    decoder = SequoiaDecoder(*toy_models(2, context=1 << 50), TREE)
     with pytest.raises(SequoiaPlanError, match=r"KV cache: .* GB on cpu.* lower max_new_tokens"):
         decoder.generate(PROMPT, 1 << 45)
     text = decoder.generate(PROMPT, 20)
@@ -137,18 +131,16 @@ class Breaks:
 @pytest.mark.parametrize("error", [BrokenPipeError, KeyboardInterrupt])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_interrupted_stream_leaves_the_decoder_usable(error, temperature):
-    target, draft = pair()
-    decoder = SequoiaDecoder(target, draft, TREE)
+    decoder = SequoiaDecoder(*toy_models(2), TREE)
     expected = decoder.generate(PROMPT, 40, temperature, seed=1).sequences
     with pytest.raises(error):
         decoder.generate([6, 6], 40, temperature, seed=2, streamer=Breaks(error()))
-    sequences = decoder.generate(PROMPT, 40, temperature, seed=1).sequences
-    assert sequences.equal(expected)
+    assert decoder.generate(PROMPT, 40, temperature, seed=1).sequences.equal(expected)
 
 
 def test_eos_inside_an_accepted_path():
     """The draft is the target, so whole paths are accepted; text and stream must end at the eos."""
-    target, _ = pair()
+    target = ToyModel(2)
     full = target.greedy_text(PROMPT, 27)
     eos = full[9]
     for eos_token_id in (eos, [eos], torch.tensor([eos])):
@@ -169,7 +161,7 @@ def test_what_ends_a_text_is_in_the_generation_config():
     from sequoia_plan.profiler.decoding_methods import sequoia_method
     from sequoia_plan.runtime import Pair
 
-    target, _ = pair()
+    target = ToyModel(2)
     full = target.greedy_text(PROMPT, 27)
     end_of_turn, end_of_text = full[9], full[14]
     tokenizer = SimpleNamespace(eos_token_id=end_of_text, decode=lambda tokens, **_: "")

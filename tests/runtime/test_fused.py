@@ -3,7 +3,6 @@
 They run on a CUDA device, or without one on the CPU, by Triton's interpreter.
 """
 
-import importlib
 import warnings
 from contextlib import contextmanager
 
@@ -16,10 +15,10 @@ from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.base import kernel_launch
+from sequoia_plan.runtime.base import drawing_kernels, kernel_launch
 from sequoia_plan.runtime.base import sampling as sampling_module
 from sequoia_plan.runtime.base.drawing import race_on_device
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, residual, traversal
+from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, residual, residual_kernels, traversal
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,11 +57,6 @@ def use_kernels(monkeypatch):
         sampling_module, "race_on_device", lambda *args: race_on_device(*args, block=16)
     )
     monkeypatch.setattr(kernel_launch, "_failed_kernels", set())
-
-
-def residual_kernels():
-    """The module of the kernel that rejects, which needs Triton."""
-    return importlib.import_module("sequoia_plan.runtime.verify.residual_kernels")
 
 
 def error(case, verifier, draws=without_replacement):
@@ -112,7 +106,6 @@ def test_output_has_the_targets_distribution(verifier, case):
 @pytest.mark.parametrize(("column", "wrong_value"), [(0, 0.0), (2, 1.0)])
 def test_a_broken_kernel_fails(verifier, column, wrong_value, monkeypatch):
     """Controls: what was rejected stays in the residual; a node's a stays 1."""
-    kernels = residual_kernels()
 
     def spoil(*args):
         args[4][column] = wrong_value  # the state
@@ -120,20 +113,20 @@ def test_a_broken_kernel_fails(verifier, column, wrong_value, monkeypatch):
     case = Case(SMALL, 3, [0, 1])
     assert error(case, verifier, independent) > 1e-3
     assert error(case, verifier) < 1e-12
-    changed = Changed(kernels.reject_child, after=spoil)
-    monkeypatch.setattr(kernels, "reject_child", changed)
+    changed = Changed(residual_kernels.reject_child, after=spoil)
+    monkeypatch.setattr(residual_kernels, "reject_child", changed)
     is_unused = verifier == "sequoia" and column == 2  # only traversal goes on from a
     assert (error(case, verifier) < 1e-12) == is_unused
 
 
-def rejected(tree, device, vocabulary=9):
+def rejected(tree, device):
     """The state and the acceptance of all nodes of a tree after all rejections, on `device`."""
     generator = torch.Generator().manual_seed(0)
     inner = int((tree.child_count > 0).sum())
-    probs = torch.softmax(torch.randn(tree.size, vocabulary, generator=generator) * 2, -1)
-    draft_probs = torch.softmax(torch.randn(inner, vocabulary, generator=generator) * 2, -1)
+    probs = torch.softmax(torch.randn(tree.size, 9, generator=generator) * 2, -1)
+    draft_probs = torch.softmax(torch.randn(inner, 9, generator=generator) * 2, -1)
     draft_probs[0] = 0.0  # the draft had nothing left
-    drawn = torch.rand(inner, vocabulary, generator=generator).argsort(-1)[:, : tree.branching]
+    drawn = torch.rand(inner, 9, generator=generator).argsort(-1)[:, : tree.branching]
     inputs = [tensor.to(device) for tensor in (probs, draft_probs, drawn)]
     after = traversal.residual_after_children(
         inputs[0].__getitem__, *inputs[1:], TreeIndex.of(tree, device)
@@ -172,7 +165,6 @@ def test_races_are_drawn_as_the_tensor_version_draws(count):
 @pytest.mark.parametrize("wrong", ["fewer winners", "other numbers"])
 def test_wrong_races_differ(wrong, monkeypatch):
     """Controls: a block has fewer winners than are drawn; its tokens share random numbers."""
-    kernels = drawing_kernels()
 
     def other_numbers(*args):
         *inputs, bits, probs, keys, tokens, vocabulary, count, temperature = args
@@ -183,16 +175,15 @@ def test_wrong_races_differ(wrong, monkeypatch):
         args[-5][..., -3:] = -torch.inf  # the keys
 
     controls = {
-        "fewer winners": Changed(kernels.race, after=fewer_winners),
-        "other numbers": Changed(kernels.race, other_numbers),
+        "fewer winners": Changed(drawing_kernels.race, after=fewer_winners),
+        "other numbers": Changed(drawing_kernels.race, other_numbers),
     }
-    monkeypatch.setattr(kernels, "race", controls[wrong])
+    monkeypatch.setattr(drawing_kernels, "race", controls[wrong])
     assert race_difference() > 0
 
 
-def drawing_kernels():
-    """The module of the kernel that draws, which needs Triton."""
-    return importlib.import_module("sequoia_plan.runtime.base.drawing_kernels")
+def generated(decoder, sampling):
+    return decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3)
 
 
 @interpreted
@@ -205,12 +196,12 @@ def drawing_kernels():
 def test_a_decoder_generates_the_same_with_kernels(sampling, covered, request, monkeypatch):
     """Whole texts, as a decoder on CUDA runs; also a verifier without a kernel."""
     decoder = toy_decoder(WIDE, covered=covered)
-    expected = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3).sequences
+    expected = generated(decoder, sampling).sequences
     request.getfixturevalue("use_kernels")
-    kernels, ranks = residual_kernels(), []
-    counted = Changed(kernels.reject_child, after=lambda *args: ranks.append(args[7]))
-    monkeypatch.setattr(kernels, "reject_child", counted)
-    result = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3)
+    ranks, kernel = [], residual_kernels.reject_child
+    counted = Changed(kernel, after=lambda *args: ranks.append(args[7]))
+    monkeypatch.setattr(residual_kernels, "reject_child", counted)
+    result = generated(decoder, sampling)
     assert result.sequences.equal(expected)
     # a launch for each rank of the widest node, or of each level's
     launches = {"sequoia": [0, 1, 2], "traversal": [0, 1, 2, 0, 1, 0, 0], "spectr": []}
@@ -252,14 +243,14 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
 ):
     """The same text, with one warning; the kernel is tried once."""
     decoder, sampling = toy_decoder(WIDE), Sampling(0.9, verifier=verifier)
-    expected = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3).sequences
+    expected = generated(decoder, sampling).sequences
     request.getfixturevalue("use_kernels")
     uncompiled = Uncompiled()
-    monkeypatch.setattr(module(), kernel, uncompiled)
+    monkeypatch.setattr(module, kernel, uncompiled)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = decoder.generate([3, 1, 4], 12, sampling=sampling, seed=3)
-        decoder.with_tree(SMALL).generate([3, 1, 4], 12, sampling=sampling, seed=3)
+        result = generated(decoder, sampling)
+        generated(decoder.with_tree(SMALL), sampling)
     assert result.sequences.equal(expected) and result.steps > 1
     messages = [str(warning.message) for warning in caught if name in str(warning.message)]
     assert messages == [
@@ -302,9 +293,9 @@ def test_kernels_are_launched_on_the_device_of_their_inputs(part, monkeypatch):
 
     launches, logits = [], torch.randn(SMALL.size, 9)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    names = (residual_kernels(), "reject_child"), (drawing_kernels(), "race_totals")
-    for module, name in [*names, (drawing_kernels(), "race")]:
-        monkeypatch.setattr(module, name, Launched())
+    monkeypatch.setattr(residual_kernels, "reject_child", Launched())
+    for name in ("race_totals", "race"):
+        monkeypatch.setattr(drawing_kernels, name, Launched())
     if part == "drawing":
         race_on_device(logits, 0.6, 2, torch.zeros(SMALL.size, 9, dtype=torch.int32))
         assert launches == [[logits.shape]] * 2

@@ -1,11 +1,8 @@
 """Fused layers compute what transformers' layers compute, with fewer operations."""
 
-import copy
-import pickle
-
 import pytest
 import torch
-from architectures import VOCABULARY, tiny
+from architectures import tiny
 from operations import Operations
 
 from sequoia_plan.runtime.base.masks import additive_mask
@@ -19,15 +16,6 @@ MAX_OPERATIONS = 24
 """Operations of a layer of Llama's kind in float32 that compute or copy; transformers' has 34."""
 
 
-def tokens_of(count, seed=0):
-    return torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.inference_mode()
-def relative_error(model, expected, tokens):
-    return float((model(tokens).logits - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize("wrong", ["activation", "epsilon", "scaling", "sign"])
 def test_the_trial_of_a_layer_shows_what_is_wrong(wrong, monkeypatch):
     """Negative controls: a fused layer with one fault is off by more than the bound."""
@@ -35,34 +23,32 @@ def test_the_trial_of_a_layer_shows_what_is_wrong(wrong, monkeypatch):
 
     [layer, *_] = tiny("Llama").model.layers
     assert can_fuse(layer) and fused_layer_error(layer) < MAX_ERROR / 5
-    if wrong == "activation":
-        monkeypatch.setattr(
-            fused_layer.FusedMLP,
-            "forward",
-            lambda self, x: self.down_proj(
-                torch.relu(self.gate_up_proj(x).chunk(2, -1)[0])
-                * self.gate_up_proj(x).chunk(2, -1)[1]
-            ),
-        )
-    elif wrong == "epsilon":
-        made = fused_layer.RMSNorm.__init__
-        monkeypatch.setattr(
+    made, attend = fused_layer.RMSNorm.__init__, fused_layer.attend_shared_heads
+    rotate = fused_layer._rotate
+
+    def activated(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(torch.relu(gate) * up)
+
+    faults = {
+        "activation": (fused_layer.FusedMLP, "forward", activated),
+        "epsilon": (
             fused_layer.RMSNorm,
             "__init__",
             lambda self, weight, epsilon: made(self, weight, epsilon * 1.2),
-        )
-    elif wrong == "scaling":
-        attend = fused_layer.attend_shared_heads
-        monkeypatch.setattr(
+        ),
+        "scaling": (
             fused_layer,
             "attend_shared_heads",
             lambda *args, scaling: attend(*args, scaling=scaling * 1.001),
-        )
-    else:
-        rotate = fused_layer._rotate
-        monkeypatch.setattr(
-            fused_layer, "_rotate", lambda heads, tables: rotate(heads, (tables[0], -tables[1]))
-        )
+        ),
+        "sign": (
+            fused_layer,
+            "_rotate",
+            lambda heads, tables: rotate(heads, (tables[0], -tables[1])),
+        ),
+    }
+    monkeypatch.setattr(*faults[wrong])
     assert fused_layer_error(layer) > MAX_ERROR
 
 
@@ -97,16 +83,6 @@ def test_weights_are_not_held_twice():
     assert held == sum(storages.values())
     # the matrices of the layers that were replaced are gone
     assert all(reference() is None for reference in references)
-
-
-def test_fused_models_are_copied_and_pickled():
-    model = tiny("Qwen3")
-    fuse(model)
-    tokens = tokens_of(7)
-    with torch.inference_mode():
-        expected = model(tokens).logits
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert relative_error(copied, expected, tokens) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

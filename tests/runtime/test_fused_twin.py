@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from architectures import plain_text, tiny
+from toys import TREE
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder
@@ -17,7 +18,6 @@ from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
 from sequoia_plan.runtime.models.fuse import num_fused_layers
 
 pytestmark = pytest.mark.slow
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 IDS = torch.tensor([[5, 6, 7, 8]])
 
 

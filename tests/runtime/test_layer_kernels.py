@@ -35,15 +35,15 @@ TREES = {
 }
 
 
+def random(*shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
 def inputs(heads, shared_heads, tokens, extent, dtype, head_dim=16):
     """Random queries, keys and values; keys and values are part of a longer cache."""
-    generator = torch.Generator().manual_seed(extent)
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-    query = random(1, tokens, heads, head_dim).transpose(1, 2)  # as models make them
-    caches = [random(1, shared_heads, extent + 7, head_dim) for _ in range(2)]
+    query = random(1, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)  # as models make them
+    caches = [random(1, shared_heads, extent + 7, head_dim, dtype=dtype, seed=s) for s in (1, 2)]
     return query, *(cache[:, :, :extent] for cache in caches)
 
 
@@ -68,8 +68,7 @@ def tolerance(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("tree", "length"),
-    [*itertools.product(TREES, [0, 31, 300]), ("both", 1), ("root", 4096)],
+    ("tree", "length"), [*itertools.product(TREES, [0, 31, 300]), ("both", 1), ("root", 4096)]
 )
 def test_trees_of_any_length(tree, length, dtype):
     """Four heads share keys; the slots after the tree, up to the extent, are hidden."""
@@ -187,11 +186,6 @@ def test_one_graph_serves_all_lengths(splits_keys, monkeypatch):
 EPSILON = 1e-5
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative to the largest number of the result; two roundings of the dtype."""
-
-
-def random(*shape, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
 def error(result, expected):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, error_of_a_step
+from strategies import looking_up
 from toys import naive_match, planned
 
 from drafts import KINDS, PARTS, small_pair
@@ -17,11 +18,6 @@ from sequoia_plan.runtime.captured_step import catch_up, note_accepted
 from sequoia_plan.runtime.step import TreeStep
 
 pytestmark = pytest.mark.slow
-
-
-def looking_up(*parents):
-    """A tree with these parents whose spine is looked up."""
-    return TokenTree(TokenTree.from_parents([-1, *parents]).parents, looks_up=True)
 
 
 def by_match(base, **trees):

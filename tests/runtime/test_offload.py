@@ -7,20 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import FUSED, READS_TREES, TREE, tiny, words
-from click.testing import CliRunner
+from commands import call
 from hypothesis import given
 from hypothesis import strategies as st
 from streamed import LAYERS, PROMPT, decoder, in_memory, save_models, streamed, tokens
 from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
-from sequoia_plan.artifacts import (
-    ArgumentError,
-    Profile,
-    SequoiaPlanError,
-    load_tree,
-)
-from sequoia_plan.planner.cli import main
+from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, load_tree
 from sequoia_plan.runtime import SequoiaDecoder
 from sequoia_plan.runtime.backends.modules import offloaded_target
 from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
@@ -32,17 +26,21 @@ from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
+def offloaded_from(folder):
+    """The target in a folder, which gets a tokenizer, before its layers have their places."""
+    words().save_pretrained(folder)
+    return OffloadedTarget(find_model(str(folder)), "cpu", torch.float32)
+
+
 @pytest.mark.parametrize("name", READS_TREES)
 def test_architectures(name, tmp_path):
     """Tied weights, experts that transformers fuses as it loads them, windows, other names."""
     changes = {"n_layer": 6} if name == "GPT-2" else {"num_hidden_layers": 6}
-    tiny(name, **changes).save_pretrained(tmp_path / "m")
-    words().save_pretrained(tmp_path / "m")
-    in_memory = load_module(str(tmp_path / "m"), "cpu", torch.float32)[0]
-    offloaded = OffloadedTarget(find_model(str(tmp_path / "m")), "cpu", torch.float32)
+    tiny(name, **changes).save_pretrained(tmp_path)
+    offloaded = offloaded_from(tmp_path)
     assert place(offloaded, resident=1) == (6 if name in FUSED else 0)
     assert len(offloaded.backend.stream.blocks) >= 5
-    assert_same_tokens(offloaded.model, in_memory)
+    assert_same_tokens(offloaded, tmp_path)
 
 
 @torch.inference_mode()
@@ -54,8 +52,7 @@ def test_a_pass_reads_the_experts_that_it_chooses(tmp_path, monkeypatch):
     """
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
     tiny("Qwen3-MoE", num_hidden_layers=6, num_experts=16, **wide).save_pretrained(tmp_path)
-    words().save_pretrained(tmp_path)
-    offloaded = OffloadedTarget(find_model(str(tmp_path)), "cpu", torch.float32)
+    offloaded = offloaded_from(tmp_path)
     read_chosen, counts, left_out = disk_stream.DiskStream.read_chosen, Counter(), []
 
     def noted(stream, layer, experts):
@@ -101,10 +98,12 @@ def place(offloaded, resident):
     return offloaded.backend.recorded["fused_layers"]
 
 
-def assert_same_tokens(offloaded, in_memory):
+def assert_same_tokens(offloaded, folder):
+    """The text is that of the folder's model in memory."""
+    in_memory = load_module(str(folder), "cpu", torch.float32)[0]
     sequences = [
         SequoiaDecoder(target, in_memory, TREE).generate(PROMPT, 24).sequences
-        for target in (offloaded, in_memory)
+        for target in (offloaded.model, in_memory)
     ]
     assert torch.equal(*sequences)
 
@@ -139,26 +138,23 @@ def test_quantised_weights_are_streamed_as_they_are(tmp_path):
 
     The tokens are those of the quantised model in memory.
     """
-    save_with_bitnet_weights(tmp_path / "m")
-    words().save_pretrained(tmp_path / "m")
-    in_memory = load_module(str(tmp_path / "m"), "cpu", torch.float32)[0]
-    offloaded = OffloadedTarget(find_model(str(tmp_path / "m")), "cpu", torch.float32)
+    save_with_bitnet_weights(tmp_path)
+    offloaded = offloaded_from(tmp_path)
     quantised = offloaded.layer(0)["mlp.up_proj.weight"]
     assert quantised.dtype == torch.uint8 and quantised.numel() == 48 * 32 // 4
     assert place(offloaded, resident=0) == 0, "matrices in buffers are no linear layers"
-    assert_same_tokens(offloaded.model, in_memory)
+    assert_same_tokens(offloaded, tmp_path)
 
 
 def test_weights_that_are_more_than_tensors_are_refused(tmp_path, monkeypatch):
     class Packed(torch.Tensor):
         pass
 
-    save_with_bitnet_weights(tmp_path / "m")
-    words().save_pretrained(tmp_path / "m")
+    save_with_bitnet_weights(tmp_path)
     tensors = {"a": torch.zeros(2).as_subclass(Packed)}
     monkeypatch.setattr(offloaded_target, "_saved_tensors", lambda model: tensors)
     with pytest.raises(SequoiaPlanError, match="a is a Packed, expected plain tensors"):
-        OffloadedTarget(find_model(str(tmp_path / "m")), "cpu", torch.float32)
+        offloaded_from(tmp_path)
 
 
 def test_weights_in_the_wrong_place_are_noticed(folder, monkeypatch):
@@ -215,6 +211,10 @@ def test_sizes():
             as_bytes(wrong, cpu)
 
 
+def models_of(folder):
+    return ["--target", folder / "target", "--draft", folder / "draft", "--dtype", "float32"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -225,9 +225,7 @@ def test_sizes():
     ],
 )
 def test_refused_options(folder, options, message):
-    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
-    words = ["generate", "--tree", "sequoia-example-64x6", *models, "--dtype", "float32", *options]
-    result = CliRunner().invoke(main, words)
+    result = call("generate", "--tree", "sequoia-example-64x6", *models_of(folder), *options)
     assert result.exit_code in (1, 2) and message in result.output
 
 
@@ -240,8 +238,7 @@ def test_from_profile_to_generate(name, tmp_path, monkeypatch, run_briefly):
     monkeypatch.chdir(tmp_path)
     folder = save_models(tmp_path, name)
     Path("p.txt").write_text("dadbdcdddedfdgdhdidj\n\nfafbfcfdfefffgfhfifj\n")
-    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
-    models += ["--dtype", "float32"]
+    models = models_of(folder)
     placed = ["--offload", "disk", "--memory", str(streamed(folder).metadata["target"]["memory"])]
 
     brief = ["--prompts", "p.txt", "--tokens", "8"]

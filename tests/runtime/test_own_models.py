@@ -10,8 +10,7 @@ import shlex
 import pytest
 import torch
 from architectures import plain_text
-from click.testing import CliRunner
-from commands import succeed
+from commands import call, refused, succeed
 from paths import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +22,6 @@ from sequoia_plan.artifacts import (
     TokenTree,
     load_tree,
 )
-from sequoia_plan.planner.cli import main
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
@@ -117,9 +115,7 @@ def test_what_cannot_be_loaded_is_one_line(monkeypatch, tmp_path):
         ("broken", "broken: cannot be loaded as a causal language model"),
     ):
         words = ["generate", "--tree", "sequoia-example-64x6", "--target", name, "--draft", "other"]
-        result = CliRunner().invoke(main, words)
-        assert result.exit_code == 1, result.output
-        assert result.stderr.strip().splitlines()[-1].startswith(f"Error: {part}"), result.output
+        refused(call(*words), 1, f"Error: {part}")
 
 
 def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from architectures import VOCABULARY, plain_text, resembling, tiny
+from architectures import PACKED, plain_text, resembling, tiny, tokens_of
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
@@ -24,7 +24,6 @@ from sequoia_plan.runtime.models.stored import dense_rows
 
 pytestmark = pytest.mark.slow
 
-LARGER = dict(head_dim=32, hidden_size=64, intermediate_size=80)
 MODELS = {
     "Llama": {},
     "Llama, tied": dict(tie_word_embeddings=True, num_key_value_heads=4),
@@ -38,11 +37,7 @@ LENGTH = 21
 
 
 def model_of(name, dtype=torch.float32, **changes):
-    return tiny(name.partition(",")[0], **{**LARGER, **MODELS[name], **changes}).to(dtype)
-
-
-def tokens_of(count, seed=0):
-    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+    return tiny(name.partition(",")[0], **{**PACKED, **MODELS[name], **changes}).to(dtype)
 
 
 def causal(count, extent):
@@ -66,23 +61,23 @@ def packed(model, workers=1, bits=None):
     return backend
 
 
-def tree_and_paths(target, tokens, tree=TREE):
+def tree_and_paths(target, tokens):
     """The logits of a tree's nodes as read at once, and as each is read alone after its path.
 
     The last `LENGTH` tokens before the tree are read alone, too.
     """
-    length = len(tokens) - tree.size
+    length = len(tokens) - TREE.size
     capacity, nodes = length + 43, tokens[length:]
-    tensors = TreeTensors.of(tree, "cpu", torch.float32)
+    tensors = TreeTensors.of(TREE, "cpu", torch.float32)
     shared = target.new_cache(capacity, counts_positions=False)
     read(target, shared, tokens[:length], 0)
     mask = tensors.mask[:, tensors.columns(torch.tensor([length]), capacity)]
     at_once = read(target, shared, nodes, length, mask, tensors.offsets)
     alone = []
-    for node in range(tree.size):
+    for node in range(TREE.size):
         cache = target.new_cache(capacity, counts_positions=False)
         cache.take(shared, length - LENGTH)
-        path = torch.cat([tokens[:length], nodes[tree.attention_mask[node].nonzero()[0]]])
+        path = torch.cat([tokens[:length], nodes[TREE.attention_mask[node].nonzero()[0]]])
         for place in range(length - LENGTH, len(path)):
             logits = read(target, cache, path[place, None], place)
         alone.append(logits[0])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from architectures import TAKES_CHAINS, VOCABULARY, plain_text, tiny
+from architectures import TAKES_CHAINS, VOCABULARY, plain_text, tiny, tokens_of
 from msgspec.structs import replace
 from paths import ROOT
 from scripted import Scripted, error_of_a_step
@@ -44,7 +44,7 @@ class Oracle(ToyModel):
 @pytest.fixture(scope="module", params=TAKES_CHAINS)
 def target_and_text(request):
     target = tiny(request.param, max_position_embeddings=1024)
-    prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    prompt = tokens_of(PROMPT)
     text = plain_text(target, prompt[None], NEW)[0]
     assert len(text.unique()) > 20
     assert f"{request.param} (`{type(target).__name__.removesuffix('ForCausalLM')}`" in PAGE

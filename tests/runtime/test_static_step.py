@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import tiny
+from strategies import looking_up
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -67,7 +68,7 @@ def traced(monkeypatch):
 
 
 LOOKS_UP = TokenTree(TREE.parents, looks_up=True)
-LOOKUP_CHAIN = TokenTree(TokenTree.chain(6).parents, looks_up=True)
+LOOKUP_CHAIN = looking_up(*range(5))
 PORTFOLIO = TokenTree(TREE.parents, by_match={1: LOOKS_UP, 2: LOOKUP_CHAIN})
 
 

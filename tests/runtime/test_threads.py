@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from architectures import plain_text, resembling, tiny
+from architectures import plain_text
 from toys import TREE, Ids
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
@@ -16,12 +16,6 @@ from sequoia_plan.runtime.base.sequence import SequenceLock
 OTHER = TokenTree.chain(4)
 PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(16)]
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def models():
-    target = tiny("Llama")
-    return target, resembling(target)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +34,9 @@ def by_threads(request):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_decoders_requests_take_turns(models, temperature):
+def test_a_decoders_requests_take_turns(target, draft, temperature):
     """The streamed tokens are those of the result, and of a request that is alone."""
-    decoder = SequoiaDecoder(*models, TREE)
+    decoder = SequoiaDecoder(target, draft, TREE)
 
     def request(i):
         streamer = Ids()
@@ -54,9 +48,9 @@ def test_a_decoders_requests_take_turns(models, temperature):
     assert by_threads(request) == alone
 
 
-def test_without_turns_texts_are_wrong(models, monkeypatch):
+def test_without_turns_texts_are_wrong(target, draft, monkeypatch):
     """Negative control: the same load on the same decoder, nobody waiting."""
-    decoder = SequoiaDecoder(*models, TREE)
+    decoder = SequoiaDecoder(target, draft, TREE)
     alone = [decoder.generate(prompt, 24).sequences[0].tolist() for prompt in PROMPTS]
     monkeypatch.setattr(SequenceLock, "hold", lambda self: nullcontext())
 
@@ -69,10 +63,9 @@ def test_without_turns_texts_are_wrong(models, monkeypatch):
     assert any(by_threads(request) != alone for _ in range(5))
 
 
-def test_custom_generate_takes_turns_too(models):
+def test_custom_generate_takes_turns_too(target, draft):
     """Two trees in turn, so that the kept decoder changes hands; Hugging Face's own generate is the
     reference."""
-    target, draft = models
 
     def request(i):
         tree = TREE if i % 8 else OTHER
@@ -83,8 +76,8 @@ def test_custom_generate_takes_turns_too(models):
     assert by_threads(request) == reference
 
 
-def test_a_thread_does_not_wait_for_itself(models):
-    decoder = SequoiaDecoder(*models, TREE)
+def test_a_thread_does_not_wait_for_itself(target, draft):
+    decoder = SequoiaDecoder(target, draft, TREE)
     steps = decoder.steps(torch.tensor([1, 2, 3]), 20, Sampling())
     next(steps)
     for other in (decoder, decoder.with_tree(OTHER)):

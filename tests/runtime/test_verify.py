@@ -68,16 +68,12 @@ def without_residual(rule):
     return broken
 
 
-def traversal_by_definition(update):
+def traversal_by_definition(update, target_probs, draft_probs, drawn, index, d2t):
     """Traversal verification node by node, as its paper writes it.
 
     Args:
         update: gives a after a rejection from S, a before it, and the draft mass not drawn yet.
     """
-    return partial(_traversal, update)
-
-
-def _traversal(update, target_probs, draft_probs, drawn, index, d2t=None):
     order, child_of = index.by_level, dict[tuple[int, int], int]()
     for child, parent in enumerate(index.parents.tolist(), 1):
         child_of[parent, sum(p == parent for p, _ in child_of)] = child
@@ -126,7 +122,7 @@ def update_from_public_code(s, a, undrawn_mass):
 def test_traversal_is_its_definition(tree, case):
     """Without any shortcut, the output distribution and the expected tokens are the same."""
     setting = Case(TREES[tree], **CASES[case])
-    definition = traversal_by_definition(update_as_published)
+    definition = partial(traversal_by_definition, update_as_published)
     probs, tokens = setting.output(VERIFIERS["traversal"], without_replacement)
     expected_probs, expected_tokens = setting.output(definition, without_replacement)
     assert np.abs(probs - expected_probs).max() < 1e-12
@@ -149,7 +145,7 @@ BROKEN = {
     "spectr on draws without replacement": (spectr.acceptance, without_replacement),
     "traversal on independent draws": (VERIFIERS["traversal"], independent),
     "traversal with another start": (
-        traversal_by_definition(update_from_public_code),
+        partial(traversal_by_definition, update_from_public_code),
         without_replacement,
     ),
     "traversal from the last child": (traversal_from_the_last_child, without_replacement),

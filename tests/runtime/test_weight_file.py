@@ -19,17 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from architectures import PACKED
 from safetensors.torch import load_file, save_file
-from streamed import (
-    LAYERS,
-    PROMPT,
-    decoder,
-    in_memory,
-    save_models,
-    streamed,
-    tokens,
-    weights,
-)
+from streamed import LAYERS, PROMPT, decoder, in_memory, save_models, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
@@ -38,11 +30,8 @@ from sequoia_plan.runtime.offload import disk_stream, weight_cache, weight_file
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
 from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, Place, WeightFile, write_weights
 
-SIZES = {
-    "packed": dict(head_dim=32, hidden_size=64, intermediate_size=80, vocab_size=2000),
-    "modules": {},
-}
-"""The packed pass takes no smaller heads; the output head has some blocks."""
+SIZES = {"packed": PACKED | {"vocab_size": 2000}, "modules": {}}
+"""The packed output head has some blocks."""
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
