@@ -1,5 +1,5 @@
 # make demo: the whole pipeline on the embedded pair.   make test: every test.
-# make coder: the same on Qwen2.5-Coder of 1.5B and .5B, whose files it fetches (1.6 GB) unless FROM="--from FILE" names them.
+# make coder: the same on Qwen2.5-Coder of 1.5B, whose file it fetches (1.1 GB) unless FROM="--from FILE" names it.
 # make check: linters, types, spelling, and the links of the documentation.
 # make quick: the tests for every edit: files, solver, exactness of the verifiers by enumeration, layers, docs.
 # make engines: sets up a vLLM for the CPU (3 GB) and runs the tests that need it; they are not part of make test.
@@ -15,8 +15,6 @@ LLAMACPP ?= .llamacpp
 LLAMACPP_SOURCE := $(LLAMACPP)/llama_cpp_python-0.3.36/vendor/llama.cpp
 BUILD ?= build
 CODER := $(BUILD)/coder/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
-CODER_PAIR := --target $(CODER) --draft $(BUILD)/coder/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf \
-	--draft-vocabulary qwen2.5-coder-vocabulary
 CODER_PROMPT := "Write a Python function that merges overlapping intervals."
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -39,17 +37,17 @@ demo: $(BUILD)/tree.safetensors
 
 coder: $(BUILD)/coder/tree.safetensors
 	$(BIN)/sequoia-plan show $<
-	$(BIN)/sequoia-plan generate $(CODER_PAIR) --tree $< --max-new-tokens 96 --prompt $(CODER_PROMPT)
-	$(BIN)/sequoia-plan bench $(CODER_PAIR) --tree $< --only plain --only sequoia --limit 6 -o $(BUILD)/coder/bench.json
+	$(BIN)/sequoia-plan generate --target $(CODER) --tree $< --max-new-tokens 96 --prompt $(CODER_PROMPT)
+	$(BIN)/sequoia-plan bench --target $(CODER) --tree $< --only plain --only sequoia --limit 6 -o $(BUILD)/coder/bench.json
 
 $(BUILD)/coder/tree.safetensors: $(BUILD)/coder/profile.yaml
 	$(BIN)/sequoia-plan solve $< --budget 64 -o $@
 
 $(BUILD)/coder/profile.yaml: $(CODER) | $(VENV)/ready
-	$(BIN)/sequoia-plan profile $(CODER_PAIR) -o $@
+	$(BIN)/sequoia-plan profile --target $(CODER) -o $@
 
 $(CODER):
-	$(PYTHON) tools/fetch_coder.py $(@D) $(FROM)
+	$(PYTHON) tools/fetch_coder.py $(@D) $(@F) $(FROM)
 
 $(BUILD)/profile.yaml: | $(VENV)/ready
 	mkdir -p $(BUILD)

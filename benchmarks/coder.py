@@ -1,7 +1,7 @@
 """Trees for Qwen2.5-Coder 1.5B beside llama.cpp and transformers, prompt by prompt in one run.
 
     make coder    # fetches the files, profiles and solves
-    python benchmarks/coder.py TARGET.gguf DRAFT.gguf --draft-tree build/coder/tree.safetensors \
+    python benchmarks/coder.py TARGET.gguf DRAFT.gguf --tree build/coder/tree.safetensors \
         --llamacpp .llamacpp/bin
 
 A run adds its setting, threads and sampling, to the output. All methods decode a prompt before the
@@ -42,7 +42,7 @@ from sequoia_plan.profiler.decoding_methods import (
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import Sampling, load_pair
-from sequoia_plan.runtime.pair import CODER_VOCABULARY
+from sequoia_plan.runtime.pair import CODER_DRAFT
 
 PAGE = ROOT / "docs" / "sizes.md"
 PROMPTS = ROOT / "benchmarks" / "coder.jsonl"
@@ -76,11 +76,13 @@ def methods_of(options: argparse.Namespace, opened: ExitStack) -> dict[str, Deco
     pair = load_pair(options.target, "none")
     methods[PLAIN] = sequoia_method(pair, TokenTree.from_parents([-1]), sampling, tokens)
     sampling = replace(sampling, verifier="traversal" if options.temperature else "sequoia")
-    if options.draft_tree:
-        for name, vocabulary in (("0.5B", None), ("0.5B, head cut", CODER_VOCABULARY)):
-            pair = load_pair(options.target, options.draft, draft_vocabulary=vocabulary)
-            tree = load_tree(options.draft_tree)
-            methods[f"tree, {name}"] = sequoia_method(pair, tree, sampling, tokens)
+    for name, tree, *draft in (
+        ("EAGLE-3", options.tree),
+        ("0.5B, head cut", options.draft_tree, options.draft),
+    ):
+        if tree:
+            pair = load_pair(options.target, *draft, draft_vocabulary=CODER_DRAFT)
+            methods[f"tree, {name}"] = sequoia_method(pair, load_tree(tree), sampling, tokens)
     if options.llamacpp and not options.temperature:
         build = find_build(str(options.llamacpp / "llama-server"), "draft-simple")
         for drafting in DRAFTINGS:
@@ -139,6 +141,7 @@ def main() -> None:
     )
     parser.add_argument("target")
     parser.add_argument("draft")
+    parser.add_argument("--tree", help="for our draft")
     parser.add_argument("--draft-tree", help="for the 0.5B")
     parser.add_argument("--llamacpp", type=Path, metavar="FOLDER", help="of llama-server")
     parser.add_argument("--transformers", action="store_true")
@@ -163,6 +166,7 @@ def main() -> None:
     kinds = [None, *dict.fromkeys(prompt.kind for prompt in prompts)]
     setting = f"{processor_name()}, {options.threads} threads, T = {options.temperature:g}"
     setting += f", top-p {options.top_p:g}" * (options.top_p < 1)
+    setting += ", ours alone" * (not options.llamacpp and not options.temperature)
     reports = json.loads(options.output.read_text()) if options.output.exists() else {}
     reports[setting] = {
         "prompts": len(prompts),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
@@ -15,7 +14,7 @@ from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, PLACEMENTS, RESIDENT
 from sequoia_plan.runtime.base.masks import causal_mask
 from sequoia_plan.runtime.base.sampling import not_followed
-from sequoia_plan.runtime.draft.checkpoint import EAGLE3, Checkpoint, errors_of, find_checkpoint
+from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
@@ -32,14 +31,20 @@ LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
 
 DEFAULT_DRAFT, LANGUAGE_MODEL = "smollm2-135m-eagle3", "smollm2-135m-draft"
-EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL)
-"""Drafts of the embedded target: an EAGLE-3 draft, and a language model of two layers."""
-CODER_VOCABULARY = "qwen2.5-coder-vocabulary"
-"""As a draft vocabulary: what Qwen2.5-Coder 1.5B writes most about code, and in chat in English."""
+CODER_DRAFT = "qwen2.5-coder-1.5b-eagle3"
+EMBEDDED_DRAFTS = (DEFAULT_DRAFT, LANGUAGE_MODEL, CODER_DRAFT)
+"""Of the embedded target an EAGLE-3 draft and a language model of two layers, and an EAGLE-3 draft
+of Qwen2.5-Coder-1.5B-Instruct."""
+DRAFT_OF_FILE = {"cc324af070c2ecbfd324a30884d2f951": CODER_DRAFT}
+"""By the begin of the SHA-256 of a target's file: Qwen's own in Q4_K_M."""
 INT8 = "int8"
 """As a draft's name: the target's own files once more, rounded to 8 bits."""
 NO_DRAFT = "none"
 """As a draft's name: decode with trees whose spine is looked up, and that draft nothing."""
+NAME_A_DRAFT = (
+    f"name a draft for it with --draft, or use --draft {INT8} (the embedded drafts serve other "
+    "targets)"
+)
 WEIGHTS_PACKAGE = "sequoia-plan-drafts"
 ROUNDING_TEXTS = 8
 """Built-in prompts on which the cost of `bits` is measured."""
@@ -95,7 +100,7 @@ def load_pair(
             or a draft .safetensors file made for the target; or "int8" for a copy of a target that
             is compiled, in 8 bits (a folder of that name is "./int8"); or "mtp" for the head that
             its checkpoint has for this (see `draft.mtp`); or "none" for no draft;
-            or a name in `EMBEDDED_DRAFTS`. None for `DEFAULT_DRAFT`.
+            or a name in `EMBEDDED_DRAFTS`. None for the embedded draft of the target.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the processor computes in
             it, else float32.
@@ -109,9 +114,8 @@ def load_pair(
         bits: 8 or 4: the target's matrices are rounded to so many bits, in groups of 32 inputs (the
             output head to 8), and a remark says what that costs. The target is then this rounded
             model. Only for a target that is compiled, and is not a GGUF file in its own bits.
-        draft_vocabulary: an EAGLE-3 draft, as `draft` names it, a .safetensors file with its
-            tensor `d2t`, or `CODER_VOCABULARY`: the tokens that it covers are all that `draft`, a
-            compiled language model, proposes. The output head is a third of a small one.
+        draft_vocabulary: an EAGLE-3 draft, as `draft` names it: the tokens that it covers are all
+            that `draft`, a compiled language model, proposes. The head is a third of a small one.
         on_bytes: called while weights are packed, with the bytes so far and all.
 
     Raises:
@@ -174,7 +178,7 @@ def add_draft(
     if draft == NO_DRAFT:
         return pair
     target, remarks = pair.target, pair.remarks
-    source = draft or DEFAULT_DRAFT
+    source = draft or _draft_of(target, target_source)
     source = str(embedded_draft(source)) if source in EMBEDDED_DRAFTS else source
     name = name_of(source)
     model: Any
@@ -221,20 +225,22 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
     pair.tokenizer.save_pretrained(folder)
 
 
-def _tokens_of(source: str, target: LoadedModel) -> Tensor:
-    """int64 [n]: the target's tokens that an EAGLE-3 draft, or a file with its `d2t`, covers."""
-    if source in (CODER_VOCABULARY, *EMBEDDED_DRAFTS):
-        source = str(embedded_draft(source))
-    checkpoint: Checkpoint | None = None
-    if source.endswith(".safetensors"):
-        with errors_of(source):
-            checkpoint = Checkpoint(source, EAGLE3, {}, load_file(source))
-    else:
-        checkpoint = find_checkpoint(source)
+def _draft_of(target: LoadedModel, source: str | None) -> str:
+    """The embedded draft that was made for a target; ArgumentError if there is none."""
+    content = target.metadata() if source else {}
+    draft = DRAFT_OF_FILE.get(f"{content.get('digest')}{content.get('content')}")
+    if source and draft is None:
+        raise ArgumentError(f"target {source}: {NAME_A_DRAFT}")
+    return draft or DEFAULT_DRAFT
+
+
+def _tokens_of(draft: str, target: LoadedModel) -> Tensor:
+    """int64 [n]: the target's tokens that an EAGLE-3 draft covers."""
+    checkpoint = find_checkpoint(str(embedded_draft(draft)) if draft in EMBEDDED_DRAFTS else draft)
     d2t = d2t_of(checkpoint, target) if checkpoint else None
     if d2t is None:
         raise ArgumentError(
-            f"draft vocabulary {source}: expected an EAGLE-3 draft that covers a part of its "
+            f"draft vocabulary {draft}: expected an EAGLE-3 draft that covers a part of its "
             "target's vocabulary (its file has a tensor d2t)"
         )
     return d2t
@@ -249,7 +255,7 @@ def embedded_draft(name: str) -> Path:
             "installed: pip install ./drafts in a clone of sequoia-plan"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
-    return folder / (name if name == DEFAULT_DRAFT else f"{name}.safetensors")
+    return folder / (f"{name}.safetensors" if name == LANGUAGE_MODEL else name)
 
 
 def _check_arguments(
@@ -261,11 +267,8 @@ def _check_arguments(
 ) -> None:
     """Raise ArgumentError for arguments of `load_pair` that are invalid or contradictory."""
     links = " or ".join(LINKS)
-    if draft is None and target is not None:
-        raise ArgumentError(
-            f"target {target}: name a draft for it with --draft, or use --draft {INT8} (the "
-            "embedded draft serves only the embedded target)"
-        )
+    if draft is None and target is not None and not is_gguf(target):
+        raise ArgumentError(f"target {target}: {NAME_A_DRAFT}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ArgumentError(
             "device cuda: PyTorch finds no CUDA device; use --device cpu or a CUDA build of torch"

@@ -150,8 +150,6 @@ def test_commands_parse(page):
 
 def test_commands_of_the_makefile_parse():
     makefile = re.sub(r"\\\n\t*", "", (ROOT / "Makefile").read_text())
-    models = re.search(r"^CODER_PAIR := (.*)$", makefile, re.M)[1]
-    makefile = makefile.replace("$(CODER_PAIR)", models)
     lines = re.findall(r"^\t\$\(BIN\)/(sequoia-plan .*)$", makefile, re.M)
     assert lines and [problem(shlex.split(line)) for line in lines] == [None] * len(lines)
 

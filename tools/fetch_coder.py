@@ -48,6 +48,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", default=FILES, help="of the files; both if none")
     parser.add_argument("--from", type=Path, action="append", default=[], dest="given",
                         metavar="FILE", help="a file that you have, repeatable")  # fmt: skip
     options = parser.parse_args()
@@ -55,8 +56,8 @@ def main() -> None:
     given = {path.name: path for path in options.given}
     if unknown := given.keys() - FILES.keys():
         parser.error(f"--from {unknown.pop()}: expected one of {', '.join(FILES)}")
-    for name, parts in FILES.items():
-        path = options.folder / name
+    for name in options.names:
+        path, parts = options.folder / name, FILES[name]
         if path.is_file() and sha256_of(path) == parts.sha256:
             print(f"{path}: is there")
         elif name in given:

@@ -160,8 +160,8 @@ model_options = options(
             "copy of the target in 8 bits (a folder of that name is ./int8); or mtp: the "
             "multi-token-prediction head in the target's checkpoint; or none, for trees that only "
             "look up; or smollm2-135m-draft: the embedded language model of two layers. "
-            "[default: smollm2-135m-eagle3, the embedded draft that reads the target's hidden "
-            "states]",
+            "[default: the embedded EAGLE-3 draft of the target: smollm2-135m-eagle3, or "
+            "qwen2.5-coder-1.5b-eagle3 for Qwen's file in Q4_K_M]",
         ),
         device=click.option(
             "--device",
@@ -185,9 +185,8 @@ model_options = options(
         ),
         draft_vocabulary=name_option(
             "--draft-vocabulary",
-            metavar="ID|DIR|FILE",
-            text="An EAGLE-3 draft, a .safetensors file with its tensor d2t, or "
-            "qwen2.5-coder-vocabulary: the tokens that it covers are all that a compiled language "
+            metavar="ID|DIR",
+            text="An EAGLE-3 draft: the tokens that it covers are all that a compiled language "
             "model as draft proposes, so that its passes take less time. [default: all tokens]",
         ),
         offload=click.option(

@@ -4,6 +4,7 @@ Drafts with padded vocabularies are tested, too.
 """
 
 import copy
+import hashlib
 import re
 import shlex
 
@@ -25,7 +26,7 @@ from sequoia_plan.artifacts import (
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
-from sequoia_plan.runtime.pair import CODER_VOCABULARY, DEFAULT_DRAFT
+from sequoia_plan.runtime.pair import CODER_DRAFT, DEFAULT_DRAFT, DRAFT_OF_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -156,4 +157,15 @@ def test_a_draft_is_cut_to_the_tokens_of_another():
     with pytest.raises(ArgumentError, match="expected an EAGLE-3 draft that covers"):
         load_pair(draft=file, draft_vocabulary=file)
     with pytest.raises(SequoiaPlanError, match="covers token"):  # another target's tokens
-        load_pair(draft=file, draft_vocabulary=CODER_VOCABULARY)
+        load_pair(draft=file, draft_vocabulary=CODER_DRAFT)
+
+
+def test_a_targets_file_has_its_draft(monkeypatch, tmp_path):
+    """By the begin of the file's SHA-256; other files need a name."""
+    file = tmp_path / "renamed.gguf"
+    file.symlink_to(embedded_gguf())
+    with pytest.raises(ArgumentError, match="name a draft for it"):
+        load_pair(str(file))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+    monkeypatch.setitem(DRAFT_OF_FILE, digest, DEFAULT_DRAFT)
+    assert load_pair(str(file)).metadata["draft"]["name"] == DEFAULT_DRAFT
