@@ -79,8 +79,8 @@ def _fastest_on_recorded_texts(
     best, trees_so_far = base, set(base.trees)
     for _ in range(MAX_REPLAYS):
         # the texts decide, so a tenth of the usual work is enough here
-        found = fastest_portfolio(best.problems, best.shares, best.trees, MAX_WORK // 10)
-        decoded = recording.decode(found.trees)
+        portfolio = fastest_portfolio(best.problems, best.shares, best.trees, MAX_WORK // 10)
+        decoded = recording.decode(portfolio.trees)
         trees_so_far |= set(decoded.trees)
         if decoded.speed <= best.speed * (1 + OPTIMALITY_TOLERANCE):
             break
