@@ -1,6 +1,6 @@
 """Trees for Qwen2.5-Coder 1.5B beside llama.cpp and transformers, prompt by prompt in one run.
 
-    make coder    # fetches the 1.5B, profiles and solves; tools/fetch_coder.py fetches the 0.5B, too
+    make coder    # fetches the 1.5B, profiles and solves; tools/fetch_coder.py has the 0.5B, too
     python benchmarks/coder.py TARGET.gguf DRAFT.gguf --tree build/coder/tree.safetensors \
         --llamacpp .llamacpp/bin
 
