@@ -199,12 +199,8 @@ def _with_deep_trials(trials: Floats, accepted: Floats) -> tuple[Floats, Floats]
 
 
 def _level_rates(trials: Floats, accepted: Floats) -> Floats:
-    """Rates of both node classes together, float64 [levels, ranks].
-
-    A level without trials has the rates of the level above it.
-    """
-    levels = np.arange(len(trials))
-    source_levels = np.maximum.accumulate(np.where(trials > 0, levels, 0))
+    """Rates of both node classes, float64 [levels, ranks]; without trials, of the level above."""
+    source_levels = np.maximum.accumulate(np.where(trials > 0, np.arange(len(trials)), 0))
     return (accepted / np.maximum(trials, 1)[:, None])[source_levels]
 
 

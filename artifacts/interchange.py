@@ -112,9 +112,8 @@ def from_growmap(document: Mapping[str, Any]) -> TokenTree:
     The tree is read from Successors, the children of each node, and all other keys must agree.
     """
     successors = _converted(document["Successors"], list[list[int]], "growmap: Successors")
-    child_counts = list(map(len, successors))
     # each node is repeated once for each of its children, after -1 for the root's parent
-    tree = TokenTree(np.repeat(np.arange(-1, len(successors)), [1, *child_counts]))
+    tree = TokenTree(np.repeat(np.arange(-1, len(successors)), [1, *map(len, successors)]))
     for key, value in to_growmap(tree).items():
         if document.get(key) != value:
             raise SequoiaPlanError(

@@ -233,8 +233,7 @@ class TokenTree:
 
 def children_of(tree: TokenTree) -> list[list[int]]:
     """The children of every node."""
-    parts = np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)
-    return [part.tolist() for part in parts]
+    return [part.tolist() for part in np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)]
 
 
 def _last_reached(trees: Mapping[int, TokenTree], number: int) -> TokenTree:

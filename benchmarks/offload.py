@@ -30,19 +30,21 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from reports import new_parser, write_report
 
 Parts = dict[str, Callable[[argparse.Namespace], Any]]
 """Functions that measure, by the names of parts of a report."""
-TOKENS = {"plain": 8, "tree": 64, "memory": 64, "accelerate": 3, "llama": 5, "llama-draft": 16}
+TOKENS = {"plain": 8, "tree": 64, "memory": 64, "accelerate": 3, "llama": 5, "llama-draft": 64}
 """New tokens of each prompt, by part."""
-KINDS = {"code": range(4), "chat": range(4, 6)}
+KINDS = {"code": range(10), "chat": range(10, 15)}
 """Prompts by kind."""
-FEW = 0, 4
-"""Those that accelerate decodes."""
+LONG_PROMPT = 512
+"""Tokens of a prompt, made of all others, whose first token is timed."""
 URL = "http://127.0.0.1:8766"
 CHUNK, READS = 4 << 20, 2
 """How the disk is read: so many bytes at a time, the whole file so often."""
@@ -86,6 +88,7 @@ def run_ours(options: argparse.Namespace, part: str) -> dict[str, Any]:
 
     torch.set_num_threads(options.threads)
     how = {} if part == "memory" else {"offload": "disk", "memory": options.memory}
+    how["draft_vocabulary"] = options.draft_vocabulary
     pair = load_pair(options.target, options.draft, dtype=options.dtype, **how)
     tree = TokenTree.chain(1) if part == "plain" else load_tree(options.tree)
     decoder, runs, texts = SequoiaDecoder(pair.target, pair.draft, tree), [], []
@@ -99,7 +102,11 @@ def run_ours(options: argparse.Namespace, part: str) -> dict[str, Any]:
         run = [len(text), len(times) - 1, times[-1] - times[0], first, times[1] - times[0]]
         runs.append([*run, bytes_read_so_far() - bytes_before])
         texts.append(text)
-    return {"runs": runs, "texts": texts, "models": pair.metadata}
+    prompt = torch.tensor([*chain.from_iterable(options.prompts)][:LONG_PROMPT])
+    started = time.perf_counter()
+    next(decoder.steps(prompt, 1, Sampling()))
+    long = time.perf_counter() - started
+    return {"runs": runs, "texts": texts, "models": pair.metadata, "long_prompt_seconds": long}
 
 
 def run_accelerate(options: argparse.Namespace) -> dict[str, Any]:
@@ -113,10 +120,10 @@ def run_accelerate(options: argparse.Namespace) -> dict[str, Any]:
     )
     type(model).device = property(lambda self: torch.device("cpu"))  # it would be `meta`
     runs, tokens = [], TOKENS["accelerate"]
-    for number in FEW:
+    for prompt in options.prompts:
         times, bytes_before = [time.perf_counter()], bytes_read_so_far()
         hook = model.register_forward_hook(lambda *_, t=times: t.append(time.perf_counter()))
-        ids = torch.tensor([options.prompts[number]])
+        ids = torch.tensor([prompt])
         model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         hook.remove()
         run = [tokens, tokens, times[-1] - times[0], 1, times[1] - times[0]]
@@ -151,11 +158,8 @@ def run_llama(options: argparse.Namespace, part: str, join: Callable[[], None]) 
             answer = server._ask("/completion", dict[str, Any], body)
             times = answer["timings"]
             first, tokens = times["prompt_ms"] / 1000, times["predicted_n"]
-            passes, seconds = (
-                tokens - times.get("draft_n_accepted", 0),
-                times["predicted_ms"] / 1000,
-            )
-            run = [tokens, passes, first + seconds, 1, first]
+            passes = tokens - times.get("draft_n_accepted", 0)
+            run = [tokens, passes, first + times["predicted_ms"] / 1000, 1, first]
             runs.append([*run, bytes_read_so_far(process.pid) - bytes_before])
             texts.append(answer["tokens"])
         return {"runs": runs, "texts": texts}
@@ -206,8 +210,7 @@ def measure(options: argparse.Namespace, name: str) -> Any:
     finally:
         time.sleep(1)  # until the kernel has let go of what ended
         group.rmdir()
-    load = os.getloadavg()[0]
-    return result | {"disk_bytes_per_second": disk, "peak_bytes": peak, "load": load}
+    return result | {"disk_bytes_per_second": disk, "peak_bytes": peak}
 
 
 def figures_of(options: argparse.Namespace, parts: dict[str, Any]) -> dict[str, Any]:
@@ -219,16 +222,14 @@ def figures_of(options: argparse.Namespace, parts: dict[str, Any]) -> dict[str, 
 
     figures: dict[str, Any] = {"hardware": fingerprint("cpu")}
     for kind, numbers in KINDS.items():
-        runs = {}
-        for name, part in parts.items():
-            decoded = FEW if name == "accelerate" else range(len(part["runs"]))
-            by_prompt = dict(zip(decoded, part["runs"], strict=True))
-            runs[name] = [PromptRun(*by_prompt[n][:5]) for n in numbers if n in by_prompt]
-        figures[kind] = {name: one.to_dict() for name, one in summary(runs, over=()).items()}
+        runs = {
+            name: [PromptRun(*part["runs"][number][:5]) for number in numbers]
+            for name, part in parts.items()
+        }
+        figures[kind] = {name: one.to_dict() for name, one in summary(runs, over=[*runs]).items()}
     for part in parts.values():
-        passes = sum(run[1] + 1 for run in part["runs"])
-        part["bytes_read_a_pass"] = round(sum(run[5] for run in part["runs"]) / passes)
-    for name in ("plain", "tree", "llama", "llama-draft"):
+        part["bytes_read_a_step"] = round(np.divide(*np.sum(part["runs"], 0)[[5, 1]]))
+    for name in parts.keys() - {"accelerate"}:
         pairs = zip(parts[name]["texts"], parts["memory"]["texts"], strict=True)
         parts[name]["texts_as_in_memory"] = sum(a == b[: len(a)] for a, b in pairs)
     tree = load_tree(options.tree)
@@ -258,7 +259,9 @@ def run_all() -> None:
     parser.add_argument("--llama-draft", default="", help="further options with a draft")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--folder", type=Path, default=Path("build/offload"))
-    for name in ("target", "draft", "tree", "memory", "limit", "gguf", "llama"):
+    for name in (
+        "target", "draft", "draft-vocabulary", "tree", "memory", "limit", "gguf", "llama"
+    ):  # fmt: skip
         parser.add_argument(f"--{name}")
     options = parser.parse_args()
     if options.child:
@@ -281,7 +284,7 @@ def run_all() -> None:
         if name not in result["parts"]:
             result["parts"][name] = measure(options, name)
             write_report(options.output, results)
-    if result["parts"].keys() >= PARTS.keys() - {"accelerate"}:
+    if result["parts"].keys() >= {"plain", "tree", "memory"}:
         result |= figures_of(options, result["parts"])
         write_report(options.output, results)
 

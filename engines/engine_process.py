@@ -77,8 +77,7 @@ class EngineProcess:
         """Sends a command, a method of `driver.Driver`, and waits for its answer."""
         assert self.process.stdin
         with suppress(BrokenPipeError):  # `receive` says why the engine died
-            request = json.dumps({"command": command, **arguments})
-            self.process.stdin.write(request.encode() + b"\n")
+            self.process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
             self.process.stdin.flush()
         return self.receive(activity)
 
@@ -95,8 +94,9 @@ class EngineProcess:
             event = f"died with exit code {message['exit_code']}"
         self._has_failed = True
         cause = self._cause(str(message.get("error", "")))
-        text = f"the engine {event} while {activity}: {cause} (log: {self.log})"
-        raise SequoiaPlanError(advised(text))
+        raise SequoiaPlanError(
+            advised(f"the engine {event} while {activity}: {cause} (log: {self.log})")
+        )
 
     def _cause(self, reported: str) -> str:
         """The cause of a failure: the last error in the log.

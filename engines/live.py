@@ -88,8 +88,7 @@ def plan_of_counters(
         high=speed,
         speedup=1.0,
     )
-    break_even = step_seconds / tokens
-    part = ContextPlan(0, acceptance, (), (cell,), break_even_seconds=break_even)
+    part = ContextPlan(0, acceptance, (), (cell,), break_even_seconds=step_seconds / tokens)
     return EnginePlan(engine=engine, target=url, contexts=(part,))
 
 
@@ -112,10 +111,9 @@ def diagnose_llama_server(
         raise SequoiaPlanError(
             f"{server.address}: it drafts in every step, so none can be compared"
         )
-    times = StepTimes(tuple(timed.values()))
 
     return make_plan(
-        [(ChainModel(acceptance, length), times)],
+        [(ChainModel(acceptance, length), StepTimes(tuple(timed.values())))],
         [1],
         lambda part: tuple(
             f"--spec-draft-n-max {entry.speculative_tokens}"

@@ -208,8 +208,7 @@ class Server:
     def counters(self) -> dict[str, float]:
         """The counters on the metrics page of a vLLM or SGLang."""
         with self._answer("/metrics") as answer:
-            page = answer.read().decode(errors="replace")
-            if counters := parse(page, self._model.get("model")):
+            if counters := parse(answer.read().decode(errors="replace"), self._model.get("model")):
                 return counters
             raise ValueError("no counters of vLLM, nor of SGLang, which needs --enable-metrics")
 

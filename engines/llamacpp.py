@@ -203,8 +203,7 @@ class LlamaCppPool(EnginePool):
         for width in TIMED_WIDTHS if key == COPIED else ():
             steps = server.generate(text, width + 1, True)
             if not steps[0].drafted:  # it must go on to repeat
-                bias = [[text[-PERIOD], 100.0]]
-                steps = server.generate(text, width + 1, True, logit_bias=bias)
+                steps = server.generate(text, width + 1, True, logit_bias=[[text[-PERIOD], 100.0]])
             yield from steps
 
     def _step_times(self, recorded: Mapping[Drafting, list[Recorded]], context: int) -> StepTimes:

@@ -41,8 +41,7 @@ class Workload:
         prompts = prompt_files.load(path or prompt_files.BUILT_IN)
         measuring = prompt_files.measuring_half(prompts)[:limit]
         held_out = prompt_files.held_out_half(prompts)[:limit]
-        texts = [prompt.text for prompt in (*measuring, *held_out)]
-        return cls(texts, len(measuring), tokens)
+        return cls([prompt.text for prompt in (*measuring, *held_out)], len(measuring), tokens)
 
     @property
     def measuring(self) -> range:

@@ -73,8 +73,7 @@ def make_methods(
     for name in trees.keys() & chosen:
         tree, verifier = trees[name]
         if tree.branching == 1 or not takes_chains_only(pair.metadata):
-            sampling_of_method = replace(sampling, verifier=verifier)
-            methods[name] = sequoia_method(pair, tree, sampling_of_method, tokens)
+            methods[name] = sequoia_method(pair, tree, replace(sampling, verifier=verifier), tokens)
     return {name: methods[name] for name in TITLES if name in methods}
 
 

@@ -62,8 +62,7 @@ def time_parts(step: CapturedStep, extent: int, sampling: Sampling) -> dict[str,
     else:
         drafted, draft = timed(step.device, partial(step.run_draft, extent, sampling))
         logits, target = timed(step.device, partial(step.run_target, extent))
-        run_verification = partial(step.run_verification, logits, drafted, sampling)
-        verify = timed(step.device, run_verification)[1]
+        verify = timed(step.device, partial(step.run_verification, logits, drafted, sampling))[1]
         step.sequence.length.copy_(length)  # undoes the tokens that were committed
         step_seconds = timed(step.device, run_step)[1]
     step.sequence.length.copy_(length)

@@ -98,8 +98,7 @@ class DrawnChildren:
         stars = TreeIndex.stars(count, ranks, target_probs.device)
         options = {}
         if looked_up is not None:
-            none_below = torch.full_like(drawn, -1).flatten()
-            options["looked_up"] = torch.cat([looked_up, none_below])
+            options["looked_up"] = torch.cat([looked_up, torch.full_like(drawn, -1).flatten()])
         acceptance = VERIFIERS[name](
             lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t, **options
         )

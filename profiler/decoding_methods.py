@@ -101,8 +101,7 @@ def transformers_method(
         try:
             mask = torch.ones_like(ids)
             sequences = target.generate(ids, attention_mask=mask, streamer=watch, **options)
-            new_tokens = sequences.shape[1] - len(prompt)
-            return watch.stop(new_tokens, len(passes))
+            return watch.stop(sequences.shape[1] - len(prompt), len(passes))
         finally:
             hook.remove()
 

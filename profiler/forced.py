@@ -17,7 +17,7 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.lookup_counts import LookupTrials
-from sequoia_plan.profiler.observed import TREE, num_counted_levels
+from sequoia_plan.profiler.observed import STREAMED_TREE, TREE, num_counted_levels
 from sequoia_plan.profiler.traversal_paths import recording_traversal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.base.masks import additive_mask
@@ -50,8 +50,9 @@ class ForcedAcceptance:
         assert drafter is not None
         self.drafter, self.max_depth = drafter, drafter.drafting.max_depth
         # the small tree, without levels that the draft cannot draft
-        num_nodes = int(TREE.level_offsets[: (self.max_depth or TREE.depth) + 1][-1])
-        self.tree = tree or TokenTree(TREE.parents[:num_nodes])
+        small = STREAMED_TREE if decoder.step.target.stream else TREE
+        num_nodes = int(small.level_offsets[: (self.max_depth or small.depth) + 1][-1])
+        self.tree = tree or TokenTree(small.parents[:num_nodes])
         if not tree and decoder.step.models.max_children == 1:
             self.tree = TokenTree.chain(self.tree.depth)
         self.num_levels = num_counted_levels(self.tree)

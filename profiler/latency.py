@@ -96,8 +96,7 @@ class LatencyMeter:
                 break
             times_draft &= drafter.drafting.drafts_by_level and draft_seconds <= max_seconds
         max_depth = drafter.drafting.max_depth
-        max_children = self.step.models.max_children
-        trees = trees_to_time(self.timers[-1].size, max_children, max_depth)
+        trees = trees_to_time(self.timers[-1].size, self.step.models.max_children, max_depth)
         self.verification_timers = [
             VerificationTimer(self.step.with_tree(tree), sampling, self.prompt, looks_up)
             for tree in trees

@@ -117,7 +117,8 @@ def measure(
             included.
         tokens_per_prompt: new tokens that the target writes after each prompt, at most.
         max_size: the most nodes for which passes are timed.
-        tree: writes the text that acceptance is counted on; None for a small tree of ten nodes.
+        tree: writes the text that acceptance is counted on; None for one of ten nodes, or
+            of 65 if the target is streamed.
         journal: a file from which an interrupted measurement of acceptance goes on.
         on_size: called with each tree size (number of nodes) when it is first timed, and the median
             seconds of the target's pass over so many tokens.

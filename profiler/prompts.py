@@ -31,8 +31,7 @@ def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
                 f"({roles}): {first_line(error)}; expected turns of user and assistant"
             ) from error
         return list(encoded["input_ids"])
-    text = "\n\n".join(message["content"] for message in messages)
-    return list(tokenizer(text)["input_ids"])
+    return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
 
 
 def check_lengths(path: str | Path, prompts: Sequence[Prompt], pair: Pair) -> None:

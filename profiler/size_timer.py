@@ -37,8 +37,7 @@ class SizeTimer:
         num_children = min(3, step.models.max_children)
         self.step = step.with_tree(bushy(size, step.drafter.drafting.max_depth, num_children))
         # its second draft pass reads `size` nodes, and draws a child of each
-        nodes = range(1, size + 1)
-        pairs = TokenTree.from_parents([-1, *[0] * size, *nodes])
+        pairs = TokenTree.from_parents([-1, *[0] * size, *range(1, size + 1)])
         self.pairs: CapturedStep | None = None
         fits = size <= step.models.max_children and pairs.size <= MAX_TREE_NODES
         if step.device.type == "cpu" and step.drafter.drafting.drafts_by_level and fits:
@@ -61,8 +60,7 @@ class SizeTimer:
         """
         self.step.refill_random_numbers(self.sampling)
         self.step.draft(self.extent, self.sampling)
-        slots = self.length + self.step.tensors.nodes
-        return self.step.sequence.tokens[slots]
+        return self.step.sequence.tokens[self.length + self.step.tensors.nodes]
 
     def run(self) -> dict[tuple[str, int], float]:
         """Time each part once; returns its seconds, by its name and number of nodes."""

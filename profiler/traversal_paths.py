@@ -21,8 +21,7 @@ def recording_traversal(reached: Tensor) -> Verifier:
         subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
         levels = index.offsets.cpu()  # of each node
         end_probs = torch.zeros_like(reached[0])  # that sequoia's path ends on each level
-        sequoia = VERIFIERS["sequoia"](*inputs)
-        end_probs.index_add_(0, levels, sequoia.end_probs.cpu())
+        end_probs.index_add_(0, levels, VERIFIERS["sequoia"](*inputs).end_probs.cpu())
         # the path gets to a level if it ends there or below
         reached[0] += end_probs.flip(0).cumsum(0).flip(0)
         reached[1].index_add_(0, levels, path_probs(subtree_probs, index))

@@ -22,8 +22,7 @@ def bushy(size: int, max_depth: int | None = None, children: int = 3) -> TokenTr
     Nodes are filled up breadth-first; more children where the tree would be too deep.
     """
     while True:
-        parents = [-1, *((node - 1) // children for node in range(1, size))]
-        tree = TokenTree.from_parents(parents)
+        tree = TokenTree.from_parents([-1, *((node - 1) // children for node in range(1, size))])
         # no number of children makes a tree of several nodes flatter than two levels
         if max_depth is None or tree.depth <= max(max_depth, 2):
             return tree

@@ -230,8 +230,7 @@ class SequoiaDecoder:
         halves = split_at_warpers(processors)
         both, target_only = ([LogitsProcessors(half)] if half else [] for half in halves)
         grammars = [] if constraint is None else [copy.copy(constraint)]
-        vocabulary = self.step.target.config.vocab_size
-        return PathLogits([*both, *grammars], target_only, vocabulary)
+        return PathLogits([*both, *grammars], target_only, self.step.target.config.vocab_size)
 
     def generate_each(
         self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any

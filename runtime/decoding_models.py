@@ -127,7 +127,8 @@ class DecodingModels:
             sequence.draft.finite.fill_(True)
             drafter.prefill(sequence.draft, prompt[:-1], start)
         self.target.prefill(sequence.target, prompt[:-1], on_chunk, start, self.hidden_states)
-        sequence.num_read = prompt.numel() - 1
+        # weights that are streamed are read for the prompt's last part and the first step at once
+        sequence.num_read = start if self.target.stream else prompt.numel() - 1
 
     def _reserve(self, capacity: int, max_size: int) -> None:
         """Reserve `capacity` slots, and memory for the hidden states of `max_size` nodes."""

@@ -112,8 +112,7 @@ class Ending:
     ) -> None:
         self.sequence, self.end_tokens, self.criteria = list(prompt), end_tokens, criteria
         self.max_length = len(prompt) + min(max_tokens, max_tokens_in_context)
-        fits = max_tokens <= max_tokens_in_context
-        self.reason_at_max_length = "length" if fits else "context"
+        self.reason_at_max_length = "length" if max_tokens <= max_tokens_in_context else "context"
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], str]:
         """Cut a step's tokens off where the generation ends."""
@@ -183,9 +182,13 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
             f"input_ids: found {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}, expected "
             "whole numbers, [tokens] or [1, tokens]; generate_each takes several prompts"
         )
-    for mask in masks:
-        if mask is not None:
-            check_attention_mask(mask, ids.numel())
+    for entries in (_values(mask) for mask in masks if mask is not None):
+        if len(entries) != ids.numel() or not all(entries):
+            raise SequoiaPlanError(
+                f"attention_mask: found {len(entries)} entries, {entries.count(0)} of them hide "
+                f"tokens, expected {ids.numel()}, one for each token of the prompt, and none "
+                "hidden; leave padding out"
+            )
     refuse_other_inputs(other_inputs, ids.numel(), model)
     return ids.reshape(-1).long()
 
@@ -253,17 +256,6 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) 
                 "reads token ids alone and would ignore it; leave it out, and attention masks of "
                 "another length than the prompt's"
             )
-
-
-def check_attention_mask(mask: Any, num_tokens: int) -> None:
-    """Refuse a mask that hides tokens or is of another length than the prompt."""
-    entries = _values(mask)
-    if len(entries) != num_tokens or not all(entries):
-        raise SequoiaPlanError(
-            f"attention_mask: found {len(entries)} entries, {entries.count(0)} of them hide "
-            f"tokens, expected {num_tokens}, one for each token of the prompt, and none hidden; "
-            "leave padding out"
-        )
 
 
 def _values(numbers: Any) -> list[Any]:

@@ -61,8 +61,7 @@ class Grammar:
                 raise ValueError("a lookahead is not enforced")
             if tokenizer not in _compilers:
                 _compilers[tokenizer] = xgrammar.GrammarCompiler(_vocabulary_of(tokenizer))
-            compile_source = getattr(_compilers[tokenizer], f"compile_{kind}")
-            self.compiled = compile_source(text)
+            self.compiled = getattr(_compilers[tokenizer], f"compile_{kind}")(text)
         except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
             reason = re.sub(r"^\[.*?\] \S+: ", "", str(error).strip().splitlines()[-1])
             if isinstance(error, (LookupError, AttributeError)):

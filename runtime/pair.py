@@ -143,15 +143,15 @@ def load_pair(
         how = str(model.metadata()["placement"])
     pair = Pair(model, None, model.tokenizer, {}, how, _remarks(model))
     pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
+    if draft_vocabulary and isinstance(pair.draft, LoadedModel):
+        pair.draft.cut_vocabulary(_tokens_of(draft_vocabulary, pair.target))
+        tokens = f"{pair.draft.vocabulary} tokens of {name_of(draft_vocabulary)}"
+        pair.metadata["draft"]["vocabulary"] = tokens
     if offload:
         offloaded.place(pair.draft)
     elif bits:
         cost = _cost_of_rounding(pair, target, device, dtype, bits)
         pair = replace(pair, remarks=(*pair.remarks, cost))
-    if draft_vocabulary and isinstance(pair.draft, LoadedModel):
-        pair.draft.cut_vocabulary(_tokens_of(draft_vocabulary, pair.target))
-        tokens = f"{pair.draft.vocabulary} tokens of {name_of(draft_vocabulary)}"
-        pair.metadata["draft"]["vocabulary"] = tokens
     pair.metadata["target"] = pair.target.metadata()
     if pair.draft is not None:
         pair.metadata["draft"] |= pair.draft.metadata()

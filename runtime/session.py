@@ -22,8 +22,7 @@ class Session:
         tokenizer = self.decoder.tokenizer
         if isinstance(prompt, str) and tokenizer is not None and self.ids:
             prompt = tokenizer(prompt, add_special_tokens=False)  # it begins no text
-        model = self.decoder.step.target
-        self.ids += read_prompt(prompt, tokenizer, None, model).tolist()
+        self.ids += read_prompt(prompt, tokenizer, None, self.decoder.step.target).tolist()
 
     def generate(self, max_new_tokens: int = 128, **settings: Any) -> Generation:
         """Continue the text; `settings` are those of `SequoiaDecoder.generate`."""

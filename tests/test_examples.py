@@ -44,8 +44,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 def test_decode_in_ten_lines(tmp_path):
     script = FOLDER / "decode.py"
-    statements = [line for line in script.read_text().splitlines()[1:] if line.strip()]
-    assert len(statements) <= 10
+    assert len([line for line in script.read_text().splitlines()[1:] if line.strip()]) <= 10
     process = subprocess.run(
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True
     )

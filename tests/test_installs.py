@@ -162,7 +162,6 @@ def is_for_decoding(package):
 def test_a_slim_runtime_decodes_without_planner_packages(wheel, tmp_path):
     site = Path(importlib.util.find_spec("torch").origin).parent.parent
     packages = [entry.name for entry in site.iterdir() if is_for_decoding(entry.name)]
-    python = environment(tmp_path / "env", wheel, packages)
-    result = run(python, "-c", SLIM, cwd=tmp_path)
+    result = run(environment(tmp_path / "env", wheel, packages), "-c", SLIM, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) == 12

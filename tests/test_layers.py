@@ -52,8 +52,7 @@ PLANNING = {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profi
 
 def modules_after(statement):
     """sys.modules of a fresh interpreter after `statement`."""
-    code = f"{statement}\nimport sys; print('\\n'.join(sys.modules))"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"{statement}\nimport sys; print('\\n'.join(sys.modules))"]
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 

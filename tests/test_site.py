@@ -50,8 +50,7 @@ def test_every_page_is_in_the_navigation():
 def test_linked_pages_are_on_the_site(page):
     """A link to another Markdown file makes the build fail."""
     files = re.findall(r"\]\((?!\w+:)([^)\s#]+)\.md[)#]", (ROOT / f"{page}.md").read_text())
-    linked = {os.path.normpath(Path(page).parent / file) for file in files}
-    assert linked <= set(PAGES)
+    assert {os.path.normpath(Path(page).parent / file) for file in files} <= set(PAGES)
 
 
 def without_docstring(name, value):

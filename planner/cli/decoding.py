@@ -102,8 +102,7 @@ def generate(
     class Printer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             """Print text; a terminal gets no control characters that it would obey."""
-            is_terminal = sys.stdout.isatty()
-            super().on_finalized_text(printable(text) if is_terminal else text, stream_end)
+            super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
 
     printer = Printer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)

@@ -47,8 +47,7 @@ def _machine() -> str:
     """The fingerprint of the machine, as profiles have it."""
     from sequoia_plan.profiler.hardware import default_device, fingerprint
 
-    values = fingerprint(default_device())
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return ", ".join(f"{name} {value}" for name, value in fingerprint(default_device()).items())
 
 
 def _dtype() -> str:

@@ -57,8 +57,7 @@ def bundle(parameter: str, **decorators: Decorator) -> Decorator:
     def decorate(command: Any) -> Any:
         @functools.wraps(command)
         def command_with_mapping(**values: Any) -> Any:
-            mapping = {name: values.pop(name) for name in decorators}
-            return command(**{parameter: mapping}, **values)
+            return command(**{parameter: {name: values.pop(name) for name in decorators}}, **values)
 
         return options(*decorators.values())(command_with_mapping)
 

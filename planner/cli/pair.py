@@ -92,6 +92,5 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
             other = f"another {role} than {loaded.get('name')}"
             warn(f"the tree was solved for {other} ({difference}); {NOT_PREDICTED}")
     if plan.latency:
-        current = fingerprint(pair.target.device)
-        for difference in differences(plan.hardware, current, TIME_KEYS):
+        for difference in differences(plan.hardware, fingerprint(pair.target.device), TIME_KEYS):
             warn(f"the tree was solved for another machine ({difference}); {NOT_PREDICTED}")

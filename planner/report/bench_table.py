@@ -31,8 +31,7 @@ def finding(result: BenchResult) -> str:
     faster = _faster_method_sentence(result, best if speedup.median > 1 else "plain")
     opening = "No gain is certain with the"
     if speedup.interval_low > 1:
-        is_beaten = faster.startswith(CERTAIN)
-        opening = "Not the fastest is the" if is_beaten else "Recommended is the"
+        opening = "Not the fastest is the" if faster.startswith(CERTAIN) else "Recommended is the"
     elif speedup.interval_high < 1:
         opening = "Recommended is plain decoding, not the"
     tested = f"tree of {tree.size} nodes and depth {tree.depth}"
@@ -96,10 +95,9 @@ def sampling_text(result: BenchResult) -> str:
 
     The verifier is left out, because every method has its own.
     """
-    settings = result.settings.sampling.items()
     return ", ".join(
         f"{name} {value:g}"
-        for name, value in settings
+        for name, value in result.settings.sampling.items()
         if name != "verifier" and value not in (None, NEUTRAL_SETTINGS.get(name))
     )
 
@@ -121,10 +119,9 @@ def step_parts_text(result: BenchResult) -> str:
         f"{part} {max(getattr(breakdown, part), 0) * 1000:.1f}"
         for part in ("draft", "target", "verify", "host")
     )
-    share = max(breakdown.share_not_model, 0)
     return (
         f"A step of the tree: {breakdown.step * 1000:.1f} ms ({parts}); "
-        f"{share:.1%} of it is not model time."
+        f"{max(breakdown.share_not_model, 0):.1%} of it is not model time."
     )
 
 

@@ -25,14 +25,6 @@ def cost_lines(part: ContextPlan) -> Iterator[str]:
         yield f"of a step of the best chain, {name}: {_ms(seconds)}, {seconds / whole:.0%}"
 
 
-def acceptance_lines(part: ContextPlan) -> Iterator[str]:
-    """Says how far chains are accepted."""
-    if counted := part.acceptance:
-        survival = " ".join(f"{p:.3f}" for p in counted.survival)
-        source = f"({counted.drafts} chains; {counted.source})"
-        yield f"accepted of the first 1, 2, ... tokens  {survival}  {source}"
-
-
 def verdict_lines(part: ContextPlan) -> Iterator[str]:
     """Says what is best, what a tree would give, what no setting passes, and what would help."""
     if part.break_even_seconds:
@@ -77,7 +69,10 @@ def sentences(plan: EnginePlan) -> Iterator[str]:
         yield "1. What a token costs"
         yield from cost_lines(part)
         yield "2. What is accepted"
-        yield from acceptance_lines(part)
+        if counted := part.acceptance:
+            survival = " ".join(f"{p:.3f}" for p in counted.survival)
+            source = f"({counted.drafts} chains; {counted.source})"
+            yield f"accepted of the first 1, 2, ... tokens  {survival}  {source}"
         yield "3. The verdict"
         yield from verdict_lines(part)
         if not part.break_even_seconds:

@@ -1,5 +1,4 @@
-"""What the pages have in common: one style, light and dark, and a tree as inline SVG in the page's
-colours."""
+"""What the pages have in common: one style, light and dark, and a tree as SVG in its colours."""
 
 from html import escape
 

@@ -1,5 +1,4 @@
-"""bench's result as one HTML file to mail: no network, no script, light and dark, the tree as
-inline SVG."""
+"""bench's result as one HTML file to mail, without network or script, with the tree as SVG."""
 
 from collections.abc import Mapping
 from html import escape

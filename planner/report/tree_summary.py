@@ -180,6 +180,5 @@ def _drawing(tree: TokenTree, acceptance: Acceptance | None) -> tuple[Tree, int]
         parent = int(tree.parents[node])
         if parent in branches and tree.position_ids[node] < MAX_LEVELS_DRAWN:
             source = "  looked up" if tree.looks_up and tree.classes[node] == 0 else ""
-            label = f"{tree.ranks[node]}  {values[node]:.3f}{source}"
-            branches[node] = branches[parent].add(label)
+            branches[node] = branches[parent].add(f"{tree.ranks[node]}  {values[node]:.3f}{source}")
     return branches[0], len(branches)

@@ -71,8 +71,7 @@ def loaded(model: Any) -> LoadedModel:
 
 def keep_loaded(module: Any, model: LoadedModel) -> None:
     """Let `model` be what decoders take for a module."""
-    keeper = vars(module).setdefault(KEPT, _Keeper())
-    keeper.model = model
+    vars(module).setdefault(KEPT, _Keeper()).model = model
 
 
 def _backend_of(module: Any) -> Backend:
@@ -134,8 +133,7 @@ def place(module: Any, placement: str) -> LoadedModel:
     """The model of a module in memory, which runs as `placement` says."""
     if placement == COMPILED:
         return loaded(module)
-    backend = ModuleBackend(module, _fused(module, placement))
-    model = LoadedModel(backend, text_config(module))
+    model = LoadedModel(ModuleBackend(module, _fused(module, placement)), text_config(module))
     keep_loaded(module, model)
     return model
 

@@ -56,6 +56,7 @@ class TreeCache(Cache):
         self.finite = torch.ones(1, dtype=torch.bool, device=device)
         self.aux_hidden_states: dict[int, Tensor] = {}
         self.features = torch.zeros(0, 0, device=device)
+        self.may_wait = False  # for the pass after it, and run with it: nobody needs its logits
         self.blocks: list[Tensor] = []
         layout: CacheLayout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[])

@@ -61,8 +61,7 @@ def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
     # keeps the smallest ones exact, which win
     minus_times = bits.float().add_(0.5).mul_(-(2.0**-31)).log1p_()
     # tokens of probability 0 come last
-    keys = torch.where(probs > 0, -probs / minus_times, minus_times)
-    return keys.topk(count, -1).indices
+    return torch.where(probs > 0, -probs / minus_times, minus_times).topk(count, -1).indices
 
 
 def in_turn(probs: Tensor, count: int, bits: Tensor) -> Tensor:
@@ -170,5 +169,4 @@ def race_on_device(
             logits, max_logits, totals.sum(-1), bits, probs, best_keys, best_tokens, vocabulary,
             count, temperature, BLOCK=block, **LAUNCH,
         )  # fmt: skip
-    winners = best_keys.flatten(1).topk(count, -1).indices
-    return probs, best_tokens.flatten(1).gather(1, winners)
+    return probs, best_tokens.flatten(1).gather(1, best_keys.flatten(1).topk(count, -1).indices)

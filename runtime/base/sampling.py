@@ -80,8 +80,7 @@ FIXED_POINT = 1 << 50
 
 
 def not_followed(config: Any, has_processors: bool = False) -> dict[str, Any]:
-    """The settings of a GenerationConfig that decoding with a token tree does not follow, and the
-    value that switches each off. `has_processors`: logits processors follow some."""
+    """The settings of a GenerationConfig that decoding does not follow, each with its off value."""
     off_values = OFF_VALUES if has_processors else OFF_VALUES_OF_PROCESSORS | OFF_VALUES
     return {
         name: off_value
@@ -165,9 +164,11 @@ class Sampling:
             )
         if not config.do_sample:
             return cls(verifier=verifier)
-        names = ("temperature", "top_p", "top_k", "min_p")
-        values = {name: getattr(config, name, None) for name in names}
-        given = {name: value for name, value in values.items() if value is not None}
+        given = {
+            name: value
+            for name in ("temperature", "top_p", "top_k", "min_p")
+            if (value := getattr(config, name, None)) is not None
+        }
         return cls(**({"temperature": 1.0} | given), verifier=verifier)
 
     @property
@@ -203,8 +204,7 @@ class Sampling:
             return _fill(loops.target_probs, logits, *numbers)
         scores = logits / self.temperature
         if self.top_k:
-            k = min(self.top_k, scores.shape[-1])
-            threshold = scores.topk(k, -1).values[..., -1:]
+            threshold = scores.topk(min(self.top_k, scores.shape[-1]), -1).values[..., -1:]
             scores = scores.masked_fill(scores < threshold, -torch.inf)
         probs = torch.softmax(scores, -1)
         if self.top_p < 1:

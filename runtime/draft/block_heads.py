@@ -34,8 +34,7 @@ class BlockConvolution(nn.Module):
 
 def _convolved(rows: Tensor, kernel: Tensor) -> Tensor:
     """Each row and those before it, weighted by `kernel` [1, block, taps, width] and added."""
-    taps = range(kernel.shape[-2])
-    shifted = [nn.functional.pad(rows, (0, 0, tap, -tap)) for tap in taps]
+    shifted = [nn.functional.pad(rows, (0, 0, tap, -tap)) for tap in range(kernel.shape[-2])]
     return (torch.stack(shifted, -2) * kernel).sum(-2)
 
 

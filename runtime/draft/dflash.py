@@ -57,10 +57,9 @@ class DFlashDrafter(HiddenStateDrafter):
         Logits of all levels are computed as after the root's token, but no node gets children.
         """
         nothing = tensors.nodes[:0]
-        levels = torch.arange(self.model.block.levels, device=nothing.device)
         draft_pass = self.block_pass(
             tensors,
-            levels,
+            torch.arange(self.model.block.levels, device=nothing.device),
             num_parents=1,
             max_children=1,
             num_draws=1,

@@ -94,8 +94,7 @@ def unlikely_row(draft: LlamaForCausalLM) -> Tensor:
     sample = draft.d2t[: num_texts * SAMPLE_TEXT_TOKENS]
     texts = sample.reshape(-1, SAMPLE_TEXT_TOKENS) if num_texts else draft.d2t[None]
     mean_logits = draft(texts).logits.flatten(0, 1).float().mean(0)
-    unlikely_tokens = mean_logits.argsort()[:NUM_UNLIKELY_ROWS]
-    return draft.lm_head.weight[unlikely_tokens].mean(0)
+    return draft.lm_head.weight[mean_logits.argsort()[:NUM_UNLIKELY_ROWS]].mean(0)
 
 
 def load_draft(path: str | Path, target: LoadedModel) -> LlamaForCausalLM:
@@ -113,7 +112,12 @@ def _load(
     settings: dict[str, Any], tensors: dict[str, Tensor], target: LoadedModel
 ) -> LlamaForCausalLM:
     """The draft with these settings of a LlamaConfig, and these tensors by name."""
-    config, embeddings = LlamaConfig(**settings), _embeddings_of(target)
+    config = LlamaConfig(**settings)
+    if target.module is not None:
+        embeddings = target.module.get_input_embeddings()
+    else:  # a copy: the target has them packed
+        table = target.backend.embed(torch.arange(target.num_embeddings))
+        embeddings = nn.Embedding.from_pretrained(table)
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
     for name, expected in (
         ("vocab_size", embeddings.weight.shape[0]),
@@ -135,14 +139,6 @@ def _load(
             weights[name] = tensor.float() * scale[:, None]
     load_weights(draft, weights | {EMBEDDINGS_KEY: embeddings.weight}, embeddings.weight)
     return draft.eval()
-
-
-def _embeddings_of(target: LoadedModel) -> nn.Embedding:
-    """The target's own, or a copy where it has them packed."""
-    if target.module is not None:
-        return target.module.get_input_embeddings()
-    table = target.backend.embed(torch.arange(target.num_embeddings))
-    return nn.Embedding.from_pretrained(table)
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

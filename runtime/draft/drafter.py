@@ -149,8 +149,7 @@ class Drafter(Protocol):
             logits = torch.zeros(end - start, self.vocabulary, device=slots.device)
             if levels[start] == 0:
                 sequence.length.copy_(slots[start : start + 1])
-                extent = sequence.tokens.numel()  # attention looks at all slots
-                columns = tensors.columns(sequence.length, extent)
+                columns = tensors.columns(sequence.length, sequence.tokens.numel())  # of all slots
                 output, rows = None, []
                 for draft_pass in passes[: end - start]:
                     output = self.forward(draft_pass, sequence, columns, output)

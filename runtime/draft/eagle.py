@@ -140,8 +140,7 @@ class EagleDrafter(HiddenStateDrafter):
         self._read(cache, sequence.tokens[slots], cache.features[slots], rows, 1)
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
-        """Record the features that hidden states make. Nothing in the cache is moved: the next
-        first pass reads the accepted tokens again."""
+        """Record the features of hidden states; the next first pass reads these tokens again."""
         features = (self.packed or self.model).fuse(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
 

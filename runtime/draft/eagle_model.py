@@ -97,9 +97,8 @@ class Eagle3(EagleModel):
         """The first layer attends to embedding and feature; the residual stream has the feature."""
         first: Any = self.layers[0]
         normed = first.hidden_norm(features)
-        embedding_and_feature = torch.cat([first.input_layernorm(embedded), normed], -1)
         attended, _ = first.self_attn(
-            hidden_states=embedding_and_feature,
+            hidden_states=torch.cat([first.input_layernorm(embedded), normed], -1),
             attention_mask=masks[self.layer_types[0]],
             position_embeddings=angles,
             **{CACHE_ARGUMENT: cache},

@@ -160,8 +160,7 @@ def _build(checkpoint: Checkpoint, target: LoadedModel) -> HiddenStateDraft:
         draft = Eagle1(bias="fc.bias" in weights, **arguments)
     elif algorithm == EAGLE3:
         keys = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
-        norms = Eagle3Norms(*(bool(settings.get(key)) for key in keys))
-        draft = Eagle3(norms=norms, **arguments)
+        draft = Eagle3(norms=Eagle3Norms(*(bool(settings.get(key)) for key in keys)), **arguments)
     else:
         if algorithm == DFLASH2 and d2t is not None:
             raise SequoiaPlanError("d2t: found, expected a DFlash 2 draft with all tokens")

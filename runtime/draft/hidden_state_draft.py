@@ -174,8 +174,7 @@ class HiddenStateDraft(nn.Module):
         mask = mask_as_dtype(mask, self.dtype)
         masks = {FULL: mask[None, None]}
         if self.window is not None:
-            windowed = windowed_mask(cache, mask, positions, slots, self.window)
-            masks[WINDOWED] = windowed[None, None]
+            masks[WINDOWED] = windowed_mask(cache, mask, positions, slots, self.window)[None, None]
         return masks
 
     def run_layers(

@@ -80,13 +80,12 @@ class LanguageModelDrafter(Drafter):
             # a prompt of one token has no token before its root: token 0 stands for it
             read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
             positions.clamp_(min=0)
-        mask = draft_pass.mask.index_select(1, columns)
         output = self.model(
             sequence.draft,
             sequence.tokens[read_slots],
             positions,
             slots,
-            mask,
+            draft_pass.mask.index_select(1, columns),
             logits_to_keep=draft_pass.num_parents,
         )
         return ForwardOutput(output.logits[:, : self.vocabulary])

@@ -124,8 +124,7 @@ class MtpDraft(HiddenStateDraft):
         for number, feature in enumerate(given, first):
             if outputs and not first:
                 feature = torch.cat([feature[:, :1], outputs[-1][:, :-1]], 1)
-            head = self.heads[number]
-            outputs.append(head(embedded, feature, angles[0], masks[number], cache))
+            outputs.append(self.heads[number](embedded, feature, angles[0], masks[number], cache))
         passed_on = torch.cat(outputs[: len(given) - 1] or outputs, -1)
         if not first and self.num_heads > 1:
             cache.features[:, width:].index_copy_(0, cache.slots + 1, passed_on[0])

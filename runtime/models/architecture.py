@@ -101,8 +101,7 @@ def head_size(config: Any) -> int:
 
 
 def rope_changes(config: Any) -> bool:
-    """Do rotary embeddings depend on the sequence's length? transformers then reads the length on
-    the host in every pass."""
+    """Do rotary embeddings depend on the length, which every pass then reads on the host?"""
     return _rope(config).get("rope_type") in CHANGING_ROPE
 
 

@@ -120,8 +120,7 @@ class _Reader:
         entries = []
         for _ in range(num_tensors):
             name, (num_dimensions,) = self.string(), self.numbers("I")
-            shape = self.numbers(f"{num_dimensions}Q")[::-1]
-            entries.append((name, shape, *self.numbers("IQ")))
+            entries.append((name, self.numbers(f"{num_dimensions}Q")[::-1], *self.numbers("IQ")))
         return metadata, entries
 
     def numbers(self, form: str) -> tuple[Any, ...]:

@@ -261,9 +261,12 @@ class LoadedModel:
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
             slots = torch.arange(first, first + width, device=tokens.device)
             mask = causal_mask(slots, extent, self.dtype)
+            is_last = first + num_read >= tokens.numel()
+            cache.may_wait = is_last and not hidden_states  # one reading of the weights for both
             output = self(cache, chunk, slots, slots, mask, 1, hidden_states)
             if on_chunk is not None and output.hidden_states is not None:
                 on_chunk(slots, extent, output.hidden_states)
+        cache.may_wait = False
 
     def _masks(self, cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor) -> Masks:
         """The mask, or one for each type of layer.

@@ -28,8 +28,7 @@ default_dtype_lock = threading.RLock()
 
 
 def auto_class(config: Any) -> Any:
-    """What loads a model: some that read images too are no causal language models to
-    transformers."""
+    """What loads a model; transformers' causal ones lack some of those that read images too."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText

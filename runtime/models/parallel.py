@@ -14,8 +14,7 @@ def is_split(model: Any) -> bool:
 
 
 def is_on_one_cuda_device(model: Any) -> bool:
-    """True if all of `model` is on one CUDA device, in one process, and nobody has compiled it
-    (`torch.compile(model)`, `model.compile()`)."""
+    """True if all of `model` is on one CUDA device, in one process, and not compiled by PyTorch."""
     is_wrapped = hasattr(model, "_orig_mod")
     is_compiled = is_wrapped or getattr(model, "_compiled_call_impl", None) is not None
     devices = {parameter.device for parameter in model.parameters()}

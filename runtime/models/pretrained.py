@@ -174,21 +174,17 @@ def downloaded_folder(source: str) -> Path:
     if Path(source).exists():
         return Path(source)
     try:
-        return _download(source)
+        # what is new in the hub's repository; without a network, its folder in the cache
+        folder = snapshot_download(source, allow_patterns=DOWNLOADED_FILES, ignore_patterns="*/*")
+        if not list(Path(folder).glob("*.safetensors")):
+            snapshot_download(source, allow_patterns=TORCH_FILES, ignore_patterns="*/*")
+        return Path(folder)
     except Exception as error:  # a network may fail in any way
         raise SequoiaPlanError(
             f"{source}: no such folder, and it cannot be downloaded ({first_line(error)}); name a "
             f"folder, or run `hf download {source}` where there is a network and set "
             "HF_HUB_OFFLINE=1"
         ) from error
-
-
-def _download(hub_id: str) -> Path:
-    """Download what is new in a hub repository; without a network, its folder in the cache."""
-    folder = Path(snapshot_download(hub_id, allow_patterns=DOWNLOADED_FILES, ignore_patterns="*/*"))
-    if not list(folder.glob("*.safetensors")):
-        snapshot_download(hub_id, allow_patterns=TORCH_FILES, ignore_patterns="*/*")
-    return folder
 
 
 def name_of(source: str | None) -> str:

@@ -173,5 +173,4 @@ def fingerprint(files: Sequence[Path]) -> Source:
             for number in range(SAMPLES):
                 file.seek(number * max(status.st_size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
                 crc = zlib.crc32(file.read(SAMPLE_BYTES), crc)
-    digest = hashlib.sha256(f"{sizes} {crc}".encode()).hexdigest()
-    return Source(digest[:16], tuple(times))
+    return Source(hashlib.sha256(f"{sizes} {crc}".encode()).hexdigest()[:16], tuple(times))

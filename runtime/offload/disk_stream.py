@@ -84,8 +84,7 @@ class DiskStream(WeightStream):
             for read in self.reads[slot]:
                 read.result()
             if block not in self.checked_blocks:
-                checksum = zlib.crc32(bytes_of(self.host_memory[slot])[: block.size])
-                self.file.check(block, checksum)
+                self.file.check(block, zlib.crc32(bytes_of(self.host_memory[slot])[: block.size]))
                 self.checked_blocks.add(block)
         except SequoiaPlanError:
             self.layer_in_slot[slot] = -1
@@ -148,8 +147,7 @@ class DiskStream(WeightStream):
     def close(self) -> None:
         """End the threads and close the file. A later pass raises an error."""
         # garbage may be collected in one of the threads, which cannot wait for itself
-        is_own_thread = threading.current_thread().name.startswith(THREAD_NAME)
-        self.threads.shutdown(wait=not is_own_thread)
+        self.threads.shutdown(wait=not threading.current_thread().name.startswith(THREAD_NAME))
         self.file.close()
 
     def _begin_reads(self, layer: int) -> None:
@@ -159,8 +157,7 @@ class DiskStream(WeightStream):
         # to be checked, a block is read whole once
         size = 0 if block in self.checked_blocks and self.routed[layer] else block.size
         self.sizes[slot] = size
-        starts = range(0, size, CHUNK_BYTES)
-        parts = [(start, min(start + CHUNK_BYTES, size)) for start in starts]
+        parts = [(start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)]
         self.reads[slot] = self._submit(layer, parts)
 
     def _submit(self, layer: int, parts: Sequence[tuple[int, int]]) -> list[Future[None]]:

@@ -64,8 +64,7 @@ def cache_folder() -> Path:
     """The folder of weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
     if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
         return Path(chosen_folder)
-    user_cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(user_cache) / "sequoia-plan"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sequoia-plan"
 
 
 @contextmanager

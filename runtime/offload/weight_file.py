@@ -210,8 +210,7 @@ def _read_index(path: Path, fingerprint: str | None) -> Index:
     with open(path, "rb") as file:
         start_of_end = max(file.seek(0, os.SEEK_END) - INDEX_END.size, 0)
         file.seek(start_of_end)
-        end = file.read().rjust(INDEX_END.size)
-        length, checksum = INDEX_END.unpack(end)
+        length, checksum = INDEX_END.unpack(file.read().rjust(INDEX_END.size))
         file.seek(max(start_of_end - length, 0))
         data = file.read(min(length, MAX_INDEX_BYTES))
     if zlib.crc32(data) != checksum:

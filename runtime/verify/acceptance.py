@@ -52,8 +52,7 @@ class Acceptance:
             residual = probs.index_copy(1, d2t, residual)
         # only rounding leads to a residual of mass 0: a child was certain to be accepted
         has_mass = residual.sum(-1, keepdim=True) > 0
-        is_inner = (index.child_count[end] > 0)[:, None]
-        return torch.where(is_inner & has_mass, residual, probs)
+        return torch.where((index.child_count[end] > 0)[:, None] & has_mass, residual, probs)
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,8 @@ def sample_path(
 
     `uniforms` float64 [2].
     """
-    ordered_end_probs = acceptance.end_probs[index.post_order]
-    end = index.post_order[draw_tokens(ordered_end_probs, uniforms[:1])]
-    bonus_probs = acceptance.bonus_probs(end, target_probs, index, d2t)
-    bonus = draw_tokens(bonus_probs[0], uniforms[1:])
+    end = index.post_order[draw_tokens(acceptance.end_probs[index.post_order], uniforms[:1])]
+    bonus = draw_tokens(acceptance.bonus_probs(end, target_probs, index, d2t)[0], uniforms[1:])
     return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, bonus)
 
 
@@ -109,5 +106,4 @@ def first_accepted_probs(accept_probs: Tensor) -> Tensor:
 
 def exclusive_cumprod(factors: Tensor) -> Tensor:
     """The product of all earlier entries along the last dimension; 1 for the first entry."""
-    ones = torch.ones_like(factors[..., :1])
-    return torch.cat([ones, factors[..., :-1]], -1).cumprod(-1)
+    return torch.cat([torch.ones_like(factors[..., :1]), factors[..., :-1]], -1).cumprod(-1)

@@ -18,5 +18,4 @@ def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
     is_accepted = is_chosen[index.paths].all(-1)
     # the accepted nodes are one path, which ends at the deepest of them
     end = (is_accepted * index.offsets).argmax(0, keepdim=True)
-    num_accepted = index.offsets[end] + 1
-    return AcceptedPath(index.paths[end][0], num_accepted, choices[end])
+    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, choices[end])

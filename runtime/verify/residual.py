@@ -114,8 +114,7 @@ class Residual:
             child_terms[0] = torch.where(tokens >= 0, looked_up_terms, child_terms[0])
             total_mass = total_mass + torch.where(tokens >= 0, p_looked_up, 0.0)
         state = torch.stack([zeros, zeros, ones, 1 / _positive(total_mass), zeros])
-        accept_probs = torch.zeros_like(child_terms[:, 0])
-        return cls(p, q, uncovered_mass, child_terms, state, accept_probs)
+        return cls(p, q, uncovered_mass, child_terms, state, torch.zeros_like(child_terms[:, 0]))
 
     @property
     def node_probs(self) -> Tensor:
@@ -202,8 +201,7 @@ def sequential_acceptance(
     )
     residual.reject_children(order.groups[0])
     child_probs = first_accepted_probs(residual.accept_probs.t())
-    end_probs = end_probs_from_root(child_probs, index)
-    return Acceptance(end_probs, residual.residual_probs, order)
+    return Acceptance(end_probs_from_root(child_probs, index), residual.residual_probs, order)
 
 
 sequoia = partial(sequential_acceptance, removes_rejected=True)
@@ -257,14 +255,10 @@ def _without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _not_in_draft(tokens: Tensor, d2t: Tensor | None) -> Tensor:
-    """int64 [nodes]: 1 for a looked-up token that the draft's vocabulary lacks, else 0.
-
-    `tokens` int64 [nodes].
-    """
+    """int64 [nodes], as `tokens`: 1 for a looked-up token that the draft lacks, else 0."""
     if d2t is None:
         return torch.zeros_like(tokens)
-    is_covered = (tokens[:, None] == d2t).any(-1)
-    return ((tokens >= 0) & ~is_covered).long()
+    return ((tokens >= 0) & ~(tokens[:, None] == d2t).any(-1)).long()
 
 
 def _undrawn_masses(

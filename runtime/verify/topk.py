@@ -24,8 +24,7 @@ def acceptance(
     probs = target_probs(order.nodes)
     children = drawn[order.draft_rows]
     p = probs if d2t is None else probs.index_select(1, d2t)
-    p_at_children = p.gather(1, children).where(order.has_child, 0.0)
-    child_probs = p_at_children / probs.sum(-1, keepdim=True)
+    child_probs = p.gather(1, children).where(order.has_child, 0.0) / probs.sum(-1, keepdim=True)
 
     def residual_probs(places: Tensor) -> Tensor:
         """The target's probabilities without the children's, at places in `order` (int64 [k])."""

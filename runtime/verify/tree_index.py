@@ -46,8 +46,7 @@ class VerificationOrder:
         counts = tree.child_count[nodes]
         place_of_node = np.zeros(tree.size, np.int64)
         place_of_node[nodes] = np.arange(nodes.size)
-        parent_places = place_of_node[tree.parents[1:]]
-        cells = (tree.ranks[1:] - 1) * nodes.size + parent_places
+        cells = (tree.ranks[1:] - 1) * nodes.size + place_of_node[tree.parents[1:]]
 
         groups: list[tuple[slice, ...]] = []
         group_cells: list[Tensor | None] = []
@@ -132,14 +131,13 @@ class TreeIndex:
             groups=((slice(0, roots),) * children,),
             group_cells=(None,),
         )
-        # node 0 pads the paths: `end_probs` takes the probability to reach it as 1
-        paths = np.append(no_root, roots + child)[:, None]
         return cls(
             size=size,
             child_count=_tensor(np.append(np.full(roots, children), no_child), device),
             parents=_tensor(np.append(no_root[1:], parent), device),
             offsets=_tensor(np.append(no_root, no_child + 1), device),
-            paths=_tensor(paths, device),
+            # node 0 pads the paths: `end_probs` takes the probability to reach it as 1
+            paths=_tensor(np.append(no_root, roots + child)[:, None], device),
             post_order=_tensor(np.arange(size), device),
             together=order,
             by_level=order,

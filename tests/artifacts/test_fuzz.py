@@ -136,8 +136,7 @@ def test_any_structure(tree, changed, plan, is_whole_header):
     This includes NaN, deep nesting and wrong types.
     """
     header = plan if is_whole_header else HEADER | {"plan": plan}
-    data = save({**_tensors(tree), **changed}, {"sequoia_plan": json.dumps(header)})
-    valid = read_tree(data)
+    valid = read_tree(save({**_tensors(tree), **changed}, {"sequoia_plan": json.dumps(header)}))
     consistent = all(np.array_equal(value, _tensors(tree)[name]) for name, value in changed.items())
     assert consistent or not valid
 

@@ -34,8 +34,7 @@ def test_classes_differ_as_far_as_their_counts_do_by_more_than_noise():
     alike = rates_of((0.5, 0.1), (0.5, 0.1))
     assert np.mean([rates.shape[1] == 1 for rates in alike]) > 0.8
     errors = [abs(rates[1, -1, 0] - 0.5) for rates in alike]
-    own_errors = np.abs(rng.binomial(150, 0.5, 200) / 150 - 0.5)
-    assert np.mean(errors) < 0.75 * own_errors.mean()
+    assert np.mean(errors) < 0.75 * np.abs(rng.binomial(150, 0.5, 200) / 150 - 0.5).mean()
 
 
 def test_rates_of_few_observations_are_shared():

@@ -128,5 +128,4 @@ def test_a_plan_says_where_it_comes_from():
             "draft": {1: 0.004, 8: 0.005},
         },
     }
-    tree = TokenTree(TokenTree.chain(2).parents, plan)
-    assert from_bytes(to_bytes(tree), "t").plan == plan
+    assert from_bytes(to_bytes(TokenTree(TokenTree.chain(2).parents, plan)), "t").plan == plan

@@ -39,8 +39,7 @@ def test_profiles_of_copies_that_shared_the_targets_cache_load():
     """Their trees decode; the placement of the draft, which they record, is another one."""
     text = PROFILE.to_yaml().replace("drafts_by_level: false", "drafts_by_level: true")
     text = text.replace("draft_type: block", "shares_cache: true, draft_type: self")
-    drafting = Profile.from_bytes(text.encode(), "p").drafting
-    assert drafting == Drafting("self draft", 8, True, 8)
+    assert Profile.from_bytes(text.encode(), "p").drafting == Drafting("self draft", 8, True, 8)
 
 
 @pytest.mark.parametrize(

@@ -297,8 +297,7 @@ def test_profile_command_on_the_embedded_pair(run, tmp_path, monkeypatch):
     assert [each.context for each in (profile.latency, *profile.longer)] == [40, 128]
     assert printed["prompts"] == {"all": 2}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    chosen = Sampling(temperature=0.7, top_k=40, verifier="traversal")
-    assert profile.settings == chosen.settings()
+    assert profile.settings == Sampling(temperature=0.7, top_k=40, verifier="traversal").settings()
     assert answer(run("solve", "measured.yaml", "--json"))["predicted_speedup"] >= 1
     plan = load_tree("tree.safetensors").plan
     assert (plan.models, plan.settings) == (profile.models, profile.settings)

@@ -55,8 +55,7 @@ def test_tokens_that_the_draft_lacks_are_not_proposed(logits):
     With a row of zeros both happen: the control.
     """
     whole, draft, d2t = logits
-    is_rest = torch.ones(whole.shape[1], dtype=torch.bool).index_fill(0, d2t, False)
-    rest = whole[:, is_rest]
+    rest = whole[:, torch.ones(whole.shape[1], dtype=torch.bool).index_fill(0, d2t, False)]
     highest = draft.amax(1, keepdim=True)
     assert (rest < highest - 1).all()
     mass = (whole.softmax(1).sum(1) - whole.softmax(1)[:, d2t].sum(1)).mean()

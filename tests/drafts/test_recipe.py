@@ -157,8 +157,7 @@ def test_options_that_cannot_be(text_folder, tmp_path, monkeypatch, capsys, word
     """One line says so, and earlier text is never lost."""
     before = [file.read_bytes() for file in text_folder.iterdir()]
     command, *options = words.replace("T", str(text_folder)).split()
-    arguments = ["recipe", command, "-o", str(tmp_path / "out"), *options]
-    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "argv", ["recipe", command, "-o", str(tmp_path / "out"), *options])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("sequoia_plan_drafts.recipe", run_name="__main__")
     assert ended.value.code
@@ -236,8 +235,7 @@ def assert_decodes_exactly(loaded, plain_target):
     """Our greedy text is that of transformers."""
     prompt = loaded.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
     ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 16)
-    expected = plain_target.generate(prompt, max_new_tokens=16, do_sample=False)
-    assert ours.sequences.equal(expected)
+    assert ours.sequences.equal(plain_target.generate(prompt, max_new_tokens=16, do_sample=False))
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 16), ("bfloat16", 8)])

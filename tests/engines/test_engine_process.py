@@ -101,8 +101,7 @@ def test_a_failure_is_one_line_and_leaves_its_log(engine, model, message):
     assert model != "dies" or has_ended(engine.process.pid)  # before this program closes it
     engine.close()
     advice = "; the draft does not pair .*" * (model == "wrong vocabulary")
-    pattern = rf"^the engine {message} \(log: (.*\.log)\){advice}$"
-    [log] = re.findall(pattern, str(caught.value))
+    [log] = re.findall(rf"^the engine {message} \(log: (.*\.log)\){advice}$", str(caught.value))
     assert "the engine's own words" in Path(log).read_text()
 
 

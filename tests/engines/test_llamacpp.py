@@ -118,8 +118,7 @@ def test_a_replay_of_eagle3_is_near_what_the_server_does():
 
 
 def test_llama_server_takes_the_line():
-    words = flags(Drafting(2, 0.4, 3, 8), "draft-simple", DRAFT)
-    with pool(DRAFT, arguments=words) as servers:
+    with pool(DRAFT, arguments=flags(Drafting(2, 0.4, 3, 8), "draft-simple", DRAFT)) as servers:
         (steps,) = servers.decode(NONE, [2])  # its own options name the draft
     assert sum(step.drafted for step in steps) > 0
 

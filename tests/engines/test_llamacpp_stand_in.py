@@ -61,8 +61,7 @@ def test_a_diagnosis(invoke, words):
     html = Path("page.html").read_text()
     for part in plan.contexts:
         for step in part.steps:
-            expected = 0.005 + 0.0015 * step.speculative_tokens
-            assert step.seconds == pytest.approx(expected, rel=0.02)
+            assert step.seconds == pytest.approx(0.005 + 0.0015 * step.speculative_tokens, rel=0.02)
         for tokens, seconds in part.target_seconds.items():
             assert seconds == pytest.approx(0.0035 + 0.0015 * tokens)
         assert len(part.tree) == (0 if words == "-m target.gguf" else 2)

@@ -56,8 +56,7 @@ def environment():
 def folder(tmp_path_factory):
     """A folder with the embedded target and language model as vLLM loads them."""
     folder = tmp_path_factory.mktemp("models")
-    models = {"target": [], "draft": ["--draft", "smollm2-135m-draft"]}
-    for name, words in models.items():
+    for name, words in {"target": [], "draft": ["--draft", "smollm2-135m-draft"]}.items():
         succeed("export", "--format", name, *words, "-o", str(folder / name))
     return folder
 

@@ -94,8 +94,7 @@ def test_a_state_that_changes_in_the_middle_of_a_text_is_refused(kind, monkeypat
 
 @pytest.mark.parametrize("number", [0.0, float("nan"), float("inf")])
 def test_a_function_of_the_tokens_is_taken(number):
-    table = torch.tensor([number, 1.0, 0.5]).nan_to_num(0, 0)
-    processor = partial(pure, table=table)
+    processor = partial(pure, table=torch.tensor([number, 1.0, 0.5]).nan_to_num(0, 0))
     processor.unread = [torch.tensor([number, -number]), {"again": processor}, [1, {2}]]
     tree, plain = texts(lambda: processor)
     assert tree.equal(plain)

@@ -239,8 +239,7 @@ def tiny(name, seed=0, **changes):
     sizes = {**NO_SPECIAL, **sizes, **changes}
     layers = sizes.get("num_hidden_layers", 3)
     sizes |= {k: n * (layers // 3) for k, n in sizes.items() if isinstance(n, list) and len(n) == 3}
-    config = model_class.config_class(**sizes)
-    model = model_class(config).eval()
+    model = model_class(model_class.config_class(**sizes)).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(std=1.0 if is_embedding(parameter_name) else 0.3)

@@ -21,8 +21,7 @@ MIXTURE = Prediction(4.0, 2.0, (1.9, 2.1))
 
 def figures_of(tree, /, sampling=None, **speedups):
     """These speed-ups over plain decoding, each with an interval of 0.1 to both sides."""
-    runs = {name: [PromptRun(4, 3, 2.0, 1, 1.0)] for name in ("plain", *speedups)}
-    methods = summary(runs)
+    methods = summary({name: [PromptRun(4, 3, 2.0, 1, 1.0)] for name in ("plain", *speedups)})
     for name, method in methods.items():
         ratios = {}
         for reference in method.speedup:

@@ -31,8 +31,7 @@ def golden(algorithm):
     """
     variants = {}
     with safe_open(DATA / f"speculators-{algorithm}.safetensors", framework="pt") as file:
-        configs = json.loads(file.metadata()["configs"])
-        for name, config in configs.items():
+        for name, config in json.loads(file.metadata()["configs"]).items():
             parts = {part: {} for part in ("weights", "golden")}
             for key in file.keys():  # noqa: SIM118
                 variant, part, tensor = key.split("/")

@@ -42,8 +42,7 @@ def test_a_page_says_what_it_knows():
     alone = page(TokenTree([-1], TREE.plan), figures_of(TokenTree.chain(1)))
     assert "<svg" not in alone
     assert "nothing is speculated" in alone
-    looked_up = finding(figures_of(TokenTree.chain(1), sequoia=1.5))
-    assert "Recommended is the portfolio" in looked_up
+    assert "Recommended is the portfolio" in finding(figures_of(TokenTree.chain(1), sequoia=1.5))
 
 
 GOOD = figures_of(TREE, sequoia=1.5, traversal=1.6, generate=0.8)

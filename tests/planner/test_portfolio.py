@@ -189,15 +189,13 @@ def test_a_draft_catches_up_with_accepted_tokens_only():
 
 def test_a_drafted_sibling_gets_its_chance_once_the_looked_up_token_is_rejected():
     """The root's looked-up child has p = .6, its drafted one .2 and a child of its own with .3."""
-    tree = looking_up(0, 0, 2)
-    table = advance_table(tree, np.array([[[0.6, 0.2], [0.3, 0.0]]]))
+    table = advance_table(looking_up(0, 0, 2), np.array([[[0.6, 0.2], [0.3, 0.0]]]))
     assert table.tolist() == [pytest.approx([0.5, 0.35, 0.15]), pytest.approx([0, 1, 0])]
 
 
 def test_a_tree_that_looks_up_nothing_goes_as_far_as_its_acceptance_says():
     """The expected length of a step is the tree's expected tokens."""
-    rng = np.random.default_rng(0)
-    rows = random_rows(rng)
+    rows = random_rows(np.random.default_rng(0))
     for tree in SMALL_TREES[:60]:
         if tree.depth <= LEVELS + 1:
             lengths = advance_table(tree, rows)[0]
@@ -281,8 +279,7 @@ def test_a_profile_with_lookup_counts_gives_trees_by_match(tmp_path):
     # the recorded texts, decoded again with these trees, have the plan's shares
     trees = [tree.for_match(part.match_length) for part in plan.by_match]
     acceptances = [part.acceptance.at_depth(10) for part in plan.by_match]
-    texts = recorded_texts(profile.lookup.texts["all"], (0, 2))
-    shares = replay(texts, trees, acceptances).shares
+    shares = replay(recorded_texts(profile.lookup.texts["all"], (0, 2)), trees, acceptances).shares
     assert shares.tolist() == pytest.approx([part.share for part in plan.by_match])
 
 
@@ -395,8 +392,7 @@ def test_drafted_children_of_a_kind_are_accepted_as_often_as_the_kind_says():
         SpeedProblem(np.array([rows]), 9, StepTime(Latency({1: 1.0}, {1: 1.0})))
         for rows in ([[0.5, 0.1]], [[0.8, 0.1], [0.6, 0.2]])
     )
-    problem = MatchProblem(2, drafted, looked_up)
-    of_kind = recorded._for_kind(problem, ratios)
+    of_kind = recorded._for_kind(MatchProblem(2, drafted, looked_up), ratios)
     assert np.ravel(of_kind.drafted.rows) == pytest.approx([0.25, 0.05], rel=1e-3)
     assert np.ravel(of_kind.looked_up.rows) == pytest.approx([0.8, 0.05, 0.3, 0.1], rel=1e-3)
 
@@ -446,8 +442,7 @@ def test_the_terminal_tells_classes_and_spines_apart(tmp_path, monkeypatch):
     limits = ("--budget", "16", "--depth", "10")
     assert "match of 2+ tokens" in output("solve", *limits)
     drawing = output("show")
-    depth = load_tree("tree.safetensors").by_match[2].depth
-    assert drawing.count("  looked up\n") == depth - 1
+    assert drawing.count("  looked up\n") == load_tree("tree.safetensors").by_match[2].depth - 1
     assert "without prompt lookup" in drawing and "slower than plain" in drawing
     parts = json.loads(output("solve", *limits, "--json"))["by_match"]
     assert [part["looks_up"] for part in parts] == [False, True]

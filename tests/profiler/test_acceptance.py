@@ -41,8 +41,7 @@ def rate(observed):
 
 def random_probs(positions, vocabulary=8, seed=0):
     """The target's and the draft's probabilities, each float32 [positions, vocabulary]."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(2, positions, vocabulary, generator=generator)
+    logits = torch.randn(2, positions, vocabulary, generator=torch.Generator().manual_seed(seed))
     return torch.softmax(1.5 * logits, -1)
 
 
@@ -72,8 +71,7 @@ def test_expected_acceptance_is_exact_on_average(draft_temperature, is_exact):
     runs, generator = 40_000, torch.Generator().manual_seed(0)
     sampling = replace(PLAIN_RULE, draft_temperature=draft_temperature)
     logits = (p.log().expand(runs, -1), q.log().expand(runs, -1))
-    children = DrawnChildren.draw(*logits, sampling, 2, generator, None)
-    observed = children.expected_acceptance()
+    observed = DrawnChildren.draw(*logits, sampling, 2, generator, None).expected_acceptance()
     expected = exact_acceptance(p.double().numpy(), q.double().numpy(), 2)
     z = (observed.mean(0).numpy() - expected) / (observed.std(0).numpy() / runs**0.5)
     assert (np.abs(z) < 4).all() == is_exact
@@ -169,8 +167,7 @@ def test_precision_ends_the_work():
     )
     assert 8 <= len(observed.trials) == progress[-1][0] < progress[-1][1] == 600
     assert observed.precision() <= 0.1 < progress[-2][2].precision()
-    few = ObservedAcceptance(observed.trials[:7], observed.counts[:7])
-    assert few.precision() == float("inf")
+    assert ObservedAcceptance(observed.trials[:7], observed.counts[:7]).precision() == float("inf")
 
 
 def test_the_precision_holds():

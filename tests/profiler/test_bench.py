@@ -154,8 +154,7 @@ def test_names_and_trees_of_methods(models):
     """Those asked for, in the order of `TITLES`; no tree is larger than the one under test."""
 
     def names(tree, only=(), pair=models):
-        trees = bench_trees(tree, "traversal")
-        return list(make_methods(pair, pair, trees, Sampling(), 4, only))
+        return list(make_methods(pair, pair, bench_trees(tree, "traversal"), Sampling(), 4, only))
 
     assert names(TREE, ["traversal", "plain"]) == ["plain", "traversal"]
     assert names(TokenTree.chain(1)) == ["plain", "generate", "assisted", "lookup"]
@@ -268,8 +267,7 @@ def test_an_interrupted_bench_goes_on(run_bench, tmp_path, monkeypatch):
     words = "--limit 4 --only plain --only sequoia -o out.json"
     # two calls to warm up, two for each of two prompts, and one more
     assert run_bench(words).exit_code == 1 and not (tmp_path / "out.json").exists()
-    runs = json.loads((tmp_path / ".out.json.journal").read_text())["done"]
-    assert list(runs) == ["0", "1"]
+    assert list(json.loads((tmp_path / ".out.json.journal").read_text())["done"]) == ["0", "1"]
     stop[0] = -1
     decoded.clear()
     assert run_bench(words).exit_code == 0
@@ -307,14 +305,12 @@ def test_the_promise_is_that_of_the_prompts_kinds(kinds, speedup, tokens):
         assert figures.prompts == names.count(kind)
         if kind != "new kinds":
             assert figures.tokens_per_step == figures.prediction.tokens_per_step
-            promised = KINDS_PLAN.text_speedups[kind][0]
-            assert figures.prediction.speedup == pytest.approx(promised)
+            assert figures.prediction.speedup == pytest.approx(KINDS_PLAN.text_speedups[kind][0])
 
 
 def test_the_promise_is_that_of_the_tree_for_the_prompts_length(models):
     """Prompts of 5 tokens on average are below 8, those of 10 are not."""
-    rare = Acceptance.given([0.1])
-    long = TokenTree(TREE.parents, replace(TREE.plan, acceptance=rare))
+    long = TokenTree(TREE.parents, replace(TREE.plan, acceptance=Acceptance.given([0.1])))
     tree = TokenTree(TREE.parents, TREE.plan, by_context={8: long})
     for length, planned in ((5, TREE), (10, long)):
         prompts = [list(range(1, length)), list(range(1, length + 2))]

@@ -90,8 +90,7 @@ def test_trials_follow_the_definition(drawn, random):
     looked_up = np.zeros((len(MATCH_LENGTHS), LOOKUP_LEVELS, 2, 1 + ranks))
     for at in range(count):
         if rows[at] >= 0:
-            root = at - levels[at]
-            match_class = class_of(by_definition(text, first + root)[0], MATCH_LENGTHS)
+            match_class = class_of(by_definition(text, first + at - levels[at])[0], MATCH_LENGTHS)
             row = drafted[match_class].reshape(-1, 1 + ranks)[rows[at]]
             row += [1, *drafted_probs[at]]
         length, chain, run = by_definition(text, first + at)
@@ -152,8 +151,7 @@ def test_acceptance_after_a_looked_up_token_is_exact(d2t, twin, monkeypatch):
     for token in range(5):
         probs = children.looked_up_acceptance(torch.arange(count), torch.full((count,), token))
         assert probs.shape == (count, 3) and (probs.sum(1) <= 1 + 1e-6).all()
-        expected = exact_after_lookup(p, q, token, 2)
-        errors.append(np.abs(weights @ probs.numpy() - expected).max())
+        errors.append(np.abs(weights @ probs.numpy() - exact_after_lookup(p, q, token, 2)).max())
     assert (max(errors) < 1e-6) == (twin is None)
 
 
@@ -180,8 +178,7 @@ def measured(sampling, prompts=PROMPTS[:4]):
 
 
 def test_verifiers_that_cannot_look_up_are_not_counted():
-    specinfer = measured(Sampling(1.0, verifier="specinfer"))
-    assert lookup_counts(specinfer.lookup, ["all"] * 4) is None
+    assert lookup_counts(measured(Sampling(1.0, verifier="specinfer")).lookup, ["all"] * 4) is None
 
 
 def test_texts_are_kept_by_kind_of_prompt():

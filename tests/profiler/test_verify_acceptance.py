@@ -98,5 +98,4 @@ def test_draw_tokens_inverts_the_cumulative_probabilities():
     probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
     uniforms = torch.tensor([0.0, 0.2499, 0.25, 0.999999, 1.0], dtype=torch.float64)
     assert draw_tokens(probs, uniforms).tolist() == [1, 1, 3, 3, 3]
-    tokens = draw_tokens(probs.repeat(2, 1), uniforms.repeat(2, 1))
-    assert tokens.tolist() == [[1, 1, 3, 3, 3]] * 2
+    assert draw_tokens(probs.repeat(2, 1), uniforms.repeat(2, 1)).tolist() == [[1, 1, 3, 3, 3]] * 2

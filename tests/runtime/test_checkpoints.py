@@ -122,8 +122,7 @@ def test_profile_solve_generate_with_no_option_but_the_draft(
 
 def test_remarks(folders, tmp_path):
     """What loads although something is to be said of it."""
-    target = small_target(vocabulary=49152, hidden=32)
-    layers, weights = eagle3_parts(target)
+    layers, weights = eagle3_parts(small_target(vocabulary=49152, hidden=32))
     del layers["eagle_config"]
     layers["max_position_embeddings"] = 64
     config = NESTED | {

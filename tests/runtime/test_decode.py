@@ -52,8 +52,7 @@ def test_a_decoder_without_the_residual_step_fails(monkeypatch):
 def test_greedy_is_the_targets_argmax(tree, covered, prompt):
     """Many steps: every mask, position, slot and compaction must be right, for the draft's cache to
     be worth anything too."""
-    decoder = toy_decoder(tree, seed=2, covered=covered)
-    result = decoder.generate(prompt, 100)
+    result = toy_decoder(tree, seed=2, covered=covered).generate(prompt, 100)
     assert result.sequences[0].tolist() == ToyModel(2).greedy_text(prompt, 100)
     assert result.finish_reason == "length"
 
@@ -72,8 +71,7 @@ def test_a_perfect_draft_is_always_accepted():
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
 def test_max_new_tokens_is_exact(budget):
-    decoder = toy_decoder(TokenTree.chain(4), noise=0.0)
-    assert decoder.generate(PROMPT, budget).new_tokens == budget
+    assert toy_decoder(TokenTree.chain(4), noise=0.0).generate(PROMPT, budget).new_tokens == budget
 
 
 @pytest.mark.parametrize("recorded", ["sequoia", "topk", None])

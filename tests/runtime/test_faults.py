@@ -148,8 +148,7 @@ def test_eos_inside_an_accepted_path():
         result = SequoiaDecoder(target, target, TokenTree.chain(5)).generate(
             PROMPT, 20, eos_token_id=eos_token_id, streamer=streamer
         )
-        until_eos = full[: full.index(eos, 3) + 1]
-        assert result.sequences[0].tolist() == until_eos == streamer.tokens
+        assert result.sequences[0].tolist() == full[: full.index(eos, 3) + 1] == streamer.tokens
         assert result.finish_reason == "eos"
 
 

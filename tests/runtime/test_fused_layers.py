@@ -79,8 +79,7 @@ def test_weights_are_not_held_twice():
     storages = {p.untyped_storage().data_ptr(): p.nbytes for p in model.parameters()}
     references = [torch.utils.weak.WeakIdRef(p) for p in model.model.layers.parameters()]
     fuse(model)
-    held = sum(p.nbytes for p in model.parameters())
-    assert held == sum(storages.values())
+    assert sum(p.nbytes for p in model.parameters()) == sum(storages.values())
     # the matrices of the layers that were replaced are gone
     assert all(reference() is None for reference in references)
 

@@ -36,8 +36,7 @@ TREES = {
 
 
 def random(*shape, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def inputs(heads, shared_heads, tokens, extent, dtype, head_dim=16):

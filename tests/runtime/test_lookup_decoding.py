@@ -36,8 +36,7 @@ SPINES = {"chain": CHAIN, "siblings": SIBLINGS, "deep": DEEP}
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.integers(1, 5), st.integers(1, 9))
 def test_the_match_is_the_longest_and_last(tokens, max_match, chain_length):
     padded = torch.tensor([*tokens, *[1] * 8])  # slots after the text hold anything
-    length = torch.tensor([len(tokens) - 1])
-    matched, chain = look_up(padded, length, max_match, chain_length)
+    matched, chain = look_up(padded, torch.tensor([len(tokens) - 1]), max_match, chain_length)
     expected, expected_chain = naive_match(tokens, max_match, chain_length)
     assert int(matched) == expected
     if expected:

@@ -10,7 +10,7 @@ import shlex
 
 import pytest
 import torch
-from architectures import plain_text
+from architectures import PACKED, plain_text, tiny
 from commands import call, refused, succeed
 from paths import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,8 +24,10 @@ from sequoia_plan.artifacts import (
     load_tree,
 )
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.backends import loaded
 from sequoia_plan.runtime.models.gguf import embedded_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
+from sequoia_plan.runtime.offload.memory import own_bytes
 from sequoia_plan.runtime.pair import CODER_DRAFT, DEFAULT_DRAFT, DRAFT_OF_FILE
 
 pytestmark = pytest.mark.slow
@@ -154,6 +156,10 @@ def test_a_draft_is_cut_to_the_tokens_of_another():
         for draft, tree in ((cut.draft, shape), (None, TokenTree.from_parents([-1])))
     ]
     assert texts[0].text == texts[1].text and texts[0].steps < texts[1].steps
+    draft = loaded(tiny("Llama", **PACKED))
+    whole_bytes = own_bytes(draft, cut.target)
+    draft.cut_vocabulary(torch.arange(16))
+    assert own_bytes(draft, cut.target) < whole_bytes
     with pytest.raises(ArgumentError, match="expected an EAGLE-3 draft that covers"):
         load_pair(draft=file, draft_vocabulary=file)
     with pytest.raises(SequoiaPlanError, match="covers token"):  # another target's tokens

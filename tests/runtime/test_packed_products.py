@@ -178,8 +178,7 @@ def test_the_sum_of_a_group_is_that_of_its_rounded_numbers():
 def test_rounded_rows_are_off_by_half_a_step(bits, name):
     weights = np.random.default_rng(3).standard_normal((NUM_OUTPUTS, INPUTS)).astype(np.float32)
     weights[5] = 0
-    matrix = pack(name, round_rows(weights, bits))
-    rounded_weights = dense_rows(matrix, np.arange(NUM_OUTPUTS))
+    rounded_weights = dense_rows(pack(name, round_rows(weights, bits)), np.arange(NUM_OUTPUTS))
     groups = weights.reshape(NUM_OUTPUTS, -1, 32)
     steps = np.abs(groups).max(-1) / 127 if bits == 8 else np.ptp(groups, -1) / 15
     bound = (0.51 + 2.0 ** (bits - 12)) * steps.repeat(32, 1) + 2e-3 * (bits == 4)

@@ -44,8 +44,7 @@ class Oracle(ToyModel):
 @pytest.fixture(scope="module", params=TAKES_CHAINS)
 def target_and_text(request):
     target = tiny(request.param, max_position_embeddings=1024)
-    prompt = tokens_of(PROMPT)
-    text = plain_text(target, prompt[None], NEW)[0]
+    text = plain_text(target, tokens_of(PROMPT)[None], NEW)[0]
     assert len(text.unique()) > 20
     assert f"{request.param} (`{type(target).__name__.removesuffix('ForCausalLM')}`" in PAGE
     return target, text
@@ -72,8 +71,7 @@ def test_a_draft_that_knows_the_text_is_counted_as_right():
     text = plain_text(target, torch.arange(PROMPT)[None], 120)[0]
     pair = Pair(target, Oracle(text, share=0), SimpleNamespace(eos_token_id=None), {})
     tally = ForcedAcceptance(pair, 2, False)(text[:PROMPT], Sampling(), 100, 0)
-    accepted = np.array(tally["counts"])[..., 0]
-    assert accepted.sum() == np.sum(tally["trials"]) > 90
+    assert np.array(tally["counts"])[..., 0].sum() == np.sum(tally["trials"]) > 90
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -130,8 +128,7 @@ def test_from_profile_to_generate(pair, run_briefly, tmp_path, monkeypatch):
     run_briefly("generate", *models, "--tree", "tree.safetensors", "--max-new-tokens", "4")
     profile = Profile.load("profile.yaml")
     profile = replace(profile, acceptance=Acceptance.given([0.9, 0.1]))
-    solution = solve(profile, budget=768, depth=4, objective="tokens")
-    assert solution.tree == TokenTree.chain(4)
+    assert solve(profile, budget=768, depth=4, objective="tokens").tree == TokenTree.chain(4)
 
 
 def test_refusals():

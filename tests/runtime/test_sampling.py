@@ -81,8 +81,7 @@ def test_filters_are_those_of_transformers_generate(settings):
         output_logits=True,
         return_dict_in_generate=True,
     )
-    ids = torch.arange(24).view(6, 4)
-    output = tiny("Llama").generate(ids, generation_config=config)
+    output = tiny("Llama").generate(torch.arange(24).view(6, 4), generation_config=config)
     config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True)  # returns no scores
     ours = Sampling.from_generation_config(config)
     expected = torch.softmax(output.scores[0], -1)

@@ -50,8 +50,7 @@ def test_a_text_that_is_good_again_has_its_tree_again():
 @pytest.mark.parametrize("kind", ["language model", *PARTS])
 def test_the_distribution_of_steps_that_fall_back_is_the_targets(kind):
     """By enumeration of every draw of several steps, some of them without a tree."""
-    tree = planned(TokenTree.from_parents([-1, 0, 0]), 3.0)
-    decoder = SequoiaDecoder(*small_pair(kind, 3), tree)
+    decoder = SequoiaDecoder(*small_pair(kind, 3), planned(TokenTree.from_parents([-1, 0, 0]), 3.0))
     assert decoder.falls_back
     assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 3) < 1e-6
 
@@ -75,8 +74,7 @@ def test_greedy_text_stays_that_of_the_target(kind):
     prompt = torch.tensor([5, 3, 9, 2])
     expected = SequoiaDecoder(target, None, PLAIN).generate(prompt, 90)
     tree = planned(TokenTree.from_parents([-1, 0, 0, 1]), 1.9)
-    decoder = SequoiaDecoder(target, draft, tree)
-    outputs = list(decoder.steps(prompt, 90, Sampling()))
+    outputs = list(SequoiaDecoder(target, draft, tree).steps(prompt, 90, Sampling()))
     tokens = [token for output in outputs for token in output.tokens]
     assert tokens[:90] == expected.sequences[0, 4:].tolist()
     assert {output.tree.size for output in outputs} == {1, 4}

@@ -91,7 +91,8 @@ def test_a_pass_reads_each_streamed_layer_once(folder, monkeypatch):
         counts.clear()
         steps = decoding.generate(PROMPT, 40).steps
     stream.wait_until_full()
-    assert sum(counts) == (1 + steps) * stream.bytes
+    # a packed target reads the prompt with the first step
+    assert sum(counts) == (steps + ("modules" in folder.name)) * stream.bytes
     assert stream.layer_in_slot == [0, 1, 2]  # reading goes on between passes, as of drafts
 
 

@@ -36,8 +36,7 @@ def trees_by_match(
     """
     plain_seconds = recording.times.plain_seconds()
     base_trees = (base_tree,) * len(recording.problems)
-    base = recording.decode(base_trees)
-    decoded, bound = _fastest_on_recorded_texts(recording, base)
+    decoded, bound = _fastest_on_recorded_texts(recording, recording.decode(base_trees))
     figures = step_figures(decoded.problems, decoded.trees)
     by_match = [
         MatchPlan(

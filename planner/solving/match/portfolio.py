@@ -50,8 +50,7 @@ class MatchProblem:
 
     def fastest(self, present: FastestTree, **beside: Any) -> FastestTree:
         """The fastest tree beside the steps of other classes, which are fields of the problems."""
-        drafted = replace(self.drafted, **beside)
-        best = fastest_tree(_promising(drafted, present.speed), present)
+        best = fastest_tree(_promising(replace(self.drafted, **beside), present.speed), present)
         if self.looked_up is None:
             return best
         result = fastest_looked_up_tree(replace(self.looked_up, **beside), best)

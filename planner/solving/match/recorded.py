@@ -59,8 +59,7 @@ class DecodedAgain:
 
 @dataclass(frozen=True)
 class Recording:
-    """What trees by match are solved for: texts to decode again on paper (one at least), and what
-    was counted of each class of match."""
+    """What trees by match are solved for: texts (one at least) and counts by class of match."""
 
     texts: Sequence[RecordedText]
     problems: Sequence[MatchProblem]

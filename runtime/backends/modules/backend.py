@@ -68,8 +68,7 @@ class ModuleBackend(Backend):
         self.chains_only, self.is_split = bool(self.recurrent), is_split(module)
         config = text_config(module)
         self.sdpa_config = config if attends_by_sdpa(plain, config) else None
-        parameters = inspect.signature(plain.forward).parameters
-        self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(plain.forward).parameters
         self.cache_argument = cache_argument(plain.forward)
         self.layout: CacheLayout | None = None
         self.twin: FusedTwin | None = None

@@ -166,8 +166,7 @@ class OffloadedTarget:
                 scratch = stack.enter_context(TemporaryDirectory(dir=cache_folder()))
                 return layout, self._filler(dtype, scratch)
 
-            name = f"{files.path.stem}-{{}}-{kind}.weights"
-            return cached_weights(name, sources, plan)
+            return cached_weights(f"{files.path.stem}-{{}}-{kind}.weights", sources, plan)
 
     def _filler(self, dtype: torch.dtype, scratch: str) -> Fill:
         """What writes a tensor into its memory in the file."""
@@ -195,8 +194,7 @@ class OffloadedTarget:
             if name.startswith(prefix) and is_streamed:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
             tensor = tensors[name]
-            place = Place(dtype_name(tensor.dtype), tuple(tensor.shape))
-            blocks[block_number][name] = place
+            blocks[block_number][name] = Place(dtype_name(tensor.dtype), tuple(tensor.shape))
         return blocks
 
     def _tensor_reader(self, dtype: torch.dtype, scratch: str) -> Callable[[str], Tensor]:

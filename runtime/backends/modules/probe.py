@@ -97,13 +97,15 @@ def _tree_error(model: LoadedModel, module: Any) -> tuple[float, TreeCache]:
     The error is against the logits that the model computes from each node's path alone. The root is
     left out, because `_node_logits` reads it in a plain causal pass.
     """
-    tokens = _random_tokens(model)
+    count = PREFIX + TREE.size
+    order = torch.randperm(int(model.config.vocab_size), generator=torch.Generator().manual_seed(0))
+    # distinct tokens, if the vocabulary has enough; else they repeat
+    tokens = order[:count].repeat(count)[:count].to(model.device)
     if model.chains_only:
         return _chain_error(model, module, tokens)
     expected_logits = _path_logits(module, tokens)
     cache = model.new_cache(EXTENT)
-    node_logits = _node_logits(model, cache, tokens)
-    errors = list(map(_relative_error, node_logits, expected_logits))
+    errors = list(map(_relative_error, _node_logits(model, cache, tokens), expected_logits))
     return float(torch.stack(errors).mean()), cache
 
 
@@ -126,14 +128,6 @@ def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float
         cache.roll_back(torch.tensor([right]))
         errors += map(_relative_error, logits, expected[start:end])
     return float(torch.stack(errors[PREFIX:]).mean()), cache
-
-
-def _random_tokens(model: LoadedModel) -> Tensor:
-    """int64 [PREFIX + nodes]: distinct tokens, if the vocabulary has enough; else they repeat."""
-    count = PREFIX + TREE.size
-    vocabulary = int(model.config.vocab_size)
-    tokens = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:count]
-    return tokens.repeat(count)[:count].to(model.device)
 
 
 def _path_logits(module: Any, tokens: Tensor) -> Tensor:
@@ -161,8 +155,7 @@ def _node_logits(model: LoadedModel, cache: TreeCache, tokens: Tensor) -> Tensor
     model(cache, tokens[: PREFIX + 1], causal_slots, causal_slots, mask)
     prefix_length = torch.tensor([PREFIX], device=device)  # this is the root's slot and position
     tree = TreeTensors.of(TREE, device, dtype)
-    column_of_slot = tree.columns(prefix_length, EXTENT)  # columns of the tree's mask
-    mask = tree.mask[1:].index_select(1, column_of_slot)
+    mask = tree.mask[1:].index_select(1, tree.columns(prefix_length, EXTENT))
     node_slots = prefix_length + tree.nodes[1:]
     node_positions = prefix_length + tree.offsets[1:]  # an offset is a node's depth
     return model(cache, tokens[PREFIX + 1 :], node_positions, node_slots, mask).logits

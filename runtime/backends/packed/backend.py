@@ -80,6 +80,7 @@ class PackedBackend(Backend):
         self.kept_tokens, rows = tokens, dense_rows(self.weights.head, tokens.numpy())
         cut = Storage(bits=8).of(HEAD, stored_matrix(torch.from_numpy(rows)))
         self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
+        self.weights.places[HEAD] = self.head_matrix.tiles.reshape(-1), place_of(cut)
         self.runner.kept = self.weights, self.head_matrix
         self.vocabulary = self.runner.vocabulary = cut.outputs
         self.runner.model = Model(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.backends.packed.attention import BLOCK
-from sequoia_plan.runtime.backends.packed.forward import INPUTS, ROW_BYTES, UNIT, Reader, forward
+from sequoia_plan.runtime.backends.packed.forward import INPUTS, ROW_BYTES, UNIT, Reader
 from sequoia_plan.runtime.backends.packed.packed_pass import (
     NO_ROWS,
     NOTHING,
@@ -76,6 +76,7 @@ class CompiledStep:
         vocabulary: int, d2t: Tensor | None,
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
+        self.cache = sequence.target
         # they keep the weights, of which a step has addresses
         workers, self.kept = self.workers.count, (target.runner, part and part.runner)
         reader = drafting = new_reader(
@@ -148,8 +149,7 @@ class CompiledStep:
         place_nodes(self.step, tree, reader, np.arange(size), 0)
         embedded = self.target.embedded(reader.tokens[:size])
         reader.x[:, :size, : embedded.shape[1]] = embedded
-        for part in self.target.runner.parts():
-            self.workers.run(forward, 1, reader, size, 0, size, *part)
+        self.target.runner.run(self.cache, reader, size, 0, size)
         self.step.times[len(tree.passes) + 1] = time.monotonic()
 
     def seconds(self, tree: Tree) -> list[float]:

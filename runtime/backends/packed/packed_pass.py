@@ -79,6 +79,7 @@ class PackedCache(TreeCache):
         counts_positions: bool,
     ) -> None:  # fmt: skip
         super().__init__(0, capacity, counts_positions=counts_positions)
+        self.clear()
         slots, n = round_up(capacity, BLOCK), WORD_BYTES // dtype.itemsize
         shape = (layers, heads, slots // n, head_dim, 2)
         try:
@@ -92,6 +93,10 @@ class PackedCache(TreeCache):
                 f"KV cache: {capacity} tokens need {gigabytes:.3g} GB, more than there are; lower "
                 "max_new_tokens"
             ) from error
+
+    def clear(self) -> None:
+        """See `TreeCache.clear`; `waiting` has the arguments of a pass that `may_wait`."""
+        self.waiting: list[tuple[Any, ...]] = []
 
     def take(self, other: Any, count: int) -> None:
         """See `TreeCache.take`."""
@@ -178,13 +183,22 @@ class PackedPass:
                 first=first, slots=slots, positions=positions, visible=visible, spans=spans,
                 tokens=NOTHING, read_slots=NOTHING, last=NOTHING,
             )  # fmt: skip
-            for part in self.parts():
-                self.workers.run(forward, 1, reader, rows, 0, kept, *part)
+            if self.stream and cache.may_wait:  # with its scratch memory
+                cache.waiting, self.scratch_rows = [(reader, rows, 0, kept)], 0
+            else:
+                self.run(cache, reader, rows, 0, kept)
         logits, hidden = reader.logits[:, : self.vocabulary], reader.hidden[:, :rows]
         if not np.isfinite(reader.largest.max(0)).all():
             cache.finite.fill_(False)
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits), states
+
+    def run(self, cache: PackedCache, *arguments: Any) -> None:
+        """A pass, after the one that waits for it, each layer of both as its weights arrive."""
+        passes, cache.waiting = [*cache.waiting, arguments], []
+        for part in self.parts():
+            for others in passes:
+                self.workers.run(forward, 1, *others, *part)
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Ranges of layers, each of which is in memory when it is yielded."""

@@ -7,7 +7,7 @@ layer's block has its seven matrices; the head is last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,7 +132,7 @@ class PackedWeights:
         self, blocks: Sequence[WeightBlock], memories: Sequence[NDArray[np.uint8]]
     ) -> None:
         self.memories = memories
-        self.places: Mapping[str, tuple[NDArray[np.uint8], Place]] = {
+        self.places: dict[str, tuple[NDArray[np.uint8], Place]] = {
             name: (memory, place)
             for block, memory in zip(blocks, memories, strict=True)
             for name, place in block.tensors.items()
