@@ -127,7 +127,8 @@ class CapturedStep(TreeStep):
         """
         extent = self.extent(length)
         if self.drafter and self.alternates:
-            catch_up(self.drafter, self.sequence, self.tree, length, extent)
+            with one_thread_of_torch(self.target.has_own_threads):
+                catch_up(self.drafter, self.sequence, self.tree, length, extent)
         self.refill_random_numbers(sampling)
         fits = extent <= self.sequence.target.capacity
         if fits and not self.runs_by_parts and (compiled := self.compiled(sampling)):

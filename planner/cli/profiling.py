@@ -66,7 +66,7 @@ def read_percent(text: str) -> float:
     "--tree",
     "tree_file",
     text="Count acceptance as this tree meets it: it writes the text. For trees of more than 16 "
-    "nodes, once solve has made one. [default: a tree of 10 nodes]",
+    "nodes, once solve has made one. [default: a tree of 10 nodes; 65 if streamed]",
     metavar="TREE",
 )
 @sizes_option(
