@@ -203,3 +203,17 @@ def test_a_prompt_of_one_token_is_not_left_unread():
         results = [decoder.generate([5], seed=seed, **options) for seed in range(8)]
         texts.append([result.sequences.tolist() for result in results])
     assert texts[0] == texts[1]
+
+
+def test_a_draft_catches_up_with_one_thread_of_torch():
+    """Others would go on spinning on the processors of the step's workers."""
+    decoder, counts, before = SequoiaDecoder(*pair("EAGLE-3"), FAMILY), [], torch.get_num_threads()
+    drafter = decoder.step.drafter
+    catch_up = drafter.catch_up
+    drafter.catch_up = lambda *a: counts.append(torch.get_num_threads()) or catch_up(*a)
+    try:
+        torch.set_num_threads(2)
+        outputs(decoder, 0, Sampling())
+    finally:
+        torch.set_num_threads(before)
+    assert max(counts) == 1
