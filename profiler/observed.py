@@ -20,7 +20,7 @@ TREE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 """The tree that writes the text, unless another one is given. The precision of a measurement is
 that of the expected tokens of the tree that writes."""
 STREAMED_TREE = TokenTree.from_parents(
-    [-1, *(max(4 * n - 3, 0) for n in range(16) for _ in "1234")]
+    [-1, *(max(4 * n - 3, 0) for n in range(16) for _ in range(4))]
 )
 """The same where each pass streams the target's weights: 65 nodes cost no more than ten there."""
 
