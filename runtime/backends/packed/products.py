@@ -37,7 +37,7 @@ CHUNK = 32
 HALVES = range(OUTPUTS // LANES)
 VECTOR, PAIR = 4 * LANES, 4 * OUTPUTS
 """Bytes of a vector, and of the vectors of all outputs of a tile."""
-AHEAD = 3072
+AHEAD = 9216
 """Bytes from what is read to what is fetched."""
 FLOAT_ROWS = 8
 """Rows at most that use weights in floating point at once."""

@@ -94,10 +94,10 @@ class Emitter:
         return self.builder.ptrtoint(place, LONG)
 
     def prefetch(self, address: ir.Value, count: int) -> None:
-        """Ask for the lines of so many bytes from an address on, in the second cache."""
+        """Ask for the lines of so many bytes from an address on, in the first cache."""
         for start in range(0, count, 64):
             line = self.builder.inttoptr(self.at(address, start), BYTE.as_pointer())
-            self.call("llvm.prefetch.p0i8", ir.VoidType(), line, WORD(0), WORD(2), WORD(1))
+            self.call("llvm.prefetch.p0i8", ir.VoidType(), line, WORD(0), WORD(3), WORD(1))
 
     def call(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
         """Call an instruction of LLVM by its name."""
