@@ -13,7 +13,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.sequence import CATCH_UP_TOKENS, SequenceState
 from sequoia_plan.runtime.base.threads import one_thread_of_torch
 from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
@@ -24,8 +24,6 @@ from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 T = TypeVar("T")
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
 """The extent is a multiple of so many slots: few shapes, little waste."""
-CATCH_UP_TOKENS = 64
-"""The most tokens that the draft may leave unread, and that it reads at once to catch up."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +124,18 @@ class CapturedStep(TreeStep):
         logits were not finite.
         """
         extent = self.extent(length)
-        if self.drafter and self.alternates:
-            with one_thread_of_torch(self.target.has_own_threads):
-                catch_up(self.drafter, self.sequence, self.tree, length, extent)
         self.refill_random_numbers(sampling)
         fits = extent <= self.sequence.target.capacity
-        if fits and not self.runs_by_parts and (compiled := self.compiled(sampling)):
-            numbers = compiled(self.compiled_tree, sampling, self.lookup and self.lookup.max_match)
+        compiled = self.compiled(sampling) if fits and not self.runs_by_parts else None
+        num_unread = 0
+        if self.drafter and self.alternates:
+            with one_thread_of_torch(self.target.has_own_threads):
+                num_unread = catch_up(
+                    self.drafter, self.sequence, self.tree, length, extent, bool(compiled)
+                )
+        if compiled:
+            max_match = self.lookup.max_match if self.lookup else 0
+            numbers = compiled(self.compiled_tree, sampling, max_match, num_unread)
             return partial(self._output, lambda: numbers)
         return partial(self._output, read_back(self.run(extent, sampling)))
 
@@ -221,17 +224,22 @@ class CapturedStep(TreeStep):
 
 
 def catch_up(
-    drafter: Drafter, sequence: SequenceState, tree: TokenTree, length: int, extent: int
-) -> None:
+    drafter: Drafter, sequence: SequenceState, tree: TokenTree, length: int, extent: int,
+    in_first_pass: bool,
+) -> int:  # fmt: skip
     """Let the draft read what it has not read, if a step with `tree` needs it or it is too much.
 
+    Returns how many tokens are left to the step's own first pass, if that can read any number.
     Afterwards, all that the step may accept without the draft counts as unread, until
     `note_accepted` says what was accepted.
     """
+    num_unread = 0
     drafts = bool(tree.num_drafted_levels)
     is_needed = drafts and sequence.num_unread > drafter.num_read_again(tree)
     is_full = sequence.num_unread + tree.depth > CATCH_UP_TOKENS
-    if sequence.num_unread and (is_needed or is_full):
+    if is_needed and in_first_pass and sequence.num_unread <= CATCH_UP_TOKENS:
+        num_unread, sequence.num_unread = sequence.num_unread, 0
+    elif sequence.num_unread and (is_needed or is_full):
         # a power of two, so that passes have few shapes
         count = min(1 << (sequence.num_unread - 1).bit_length(), length)
         if count > 0:
@@ -242,6 +250,7 @@ def catch_up(
         sequence.num_unread = drafter.max_unread(tree)
     else:
         sequence.num_unread += min(drafter.max_unread(tree) + 1, tree.depth)
+    return num_unread
 
 
 def note_accepted(sequence: SequenceState, tree: TokenTree, path: Sequence[int]) -> None:

@@ -14,6 +14,9 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache
 from sequoia_plan.runtime.base.path_logits import PathLogits
 
+CATCH_UP_TOKENS = 64
+"""The most tokens that a draft may leave unread, and that it reads at once to catch up."""
+
 
 class SequenceLock:
     """Lets one thread at a time decode with a sequence, from its first step to its last."""

@@ -121,15 +121,16 @@ def error_of_the_drafts_cache(target, draft, base, seed):
     errors = []
     num_read_again = decoder.step.drafter.num_read_again(decoder.step.tree)
 
-    def compared_catch_up(drafter, sequence, tree, length, extent):
+    def compared_catch_up(drafter, sequence, tree, length, extent, in_first_pass):
         """Catches up, and compares if a draft pass follows."""
-        catch_up(drafter, sequence, tree, length, extent)
+        assert not in_first_pass and not catch_up(drafter, sequence, tree, length, extent, False)
         if tree.num_drafted_levels and length - num_read_again > 1:
             read = slice(1, length - num_read_again)
             prefilled.prefill(sequence.tokens[: length + 1], 40, 0)
             parts = zip(sequence.draft.blocks, prefilled.sequence.draft.blocks, strict=True)
             differences = [a[:, :, :, read] - b[:, :, :, read] for a, b in parts]
             errors.append(max(float(part.abs().max()) for part in differences))
+        return 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sequoia_plan.runtime.captured_step.catch_up", compared_catch_up)

@@ -37,7 +37,7 @@ from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, em
 from sequoia_plan.runtime.backends.packed.weights import describe
 from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.base.sequence import CATCH_UP_TOKENS, SequenceState
 from sequoia_plan.runtime.base.vocabulary_loops import BLOCK as SUM_BLOCK
 
 RULES = {"sequoia": SEQUOIA, "traversal": TRAVERSAL}
@@ -90,8 +90,8 @@ class CompiledStep:
                 layers, first_inputs = eagle.output_layers, round_up(2 * eagle.runner.width, UNIT)
                 own = eagle.embedding(target)
             drafting = new_reader(
-                part.runner, own, vocabulary, sequence.draft, workers, rows, contexts[-1],
-                layers, first_inputs,
+                part.runner, own, vocabulary, sequence.draft, workers,
+                max(rows, CATCH_UP_TOKENS + 1), contexts[-1], layers, first_inputs,
             )  # fmt: skip
         most = max(target.vocabulary, vocabulary)
         t2d = own_tokens = NOTHING
@@ -120,14 +120,17 @@ class CompiledStep:
         return sampling.greedy or sampling.verifier in RULES
 
     def __call__(
-        self, tree: Tree, sampling: Sampling, max_match: int | None, parts: int = ALL
+        self, tree: Tree, sampling: Sampling, max_match: int, num_unread: int, parts: int = ALL
     ) -> list[int]:
-        """One step, or some of its parts; returns the numbers of `TreeStep.commit`."""
+        """One step, or some of its parts; returns the numbers of `TreeStep.commit`.
+
+        The draft's first pass reads at least the last `num_unread` tokens before the root.
+        """
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         settings = tuple(map(np.float32, (*temperatures, sampling.top_p, sampling.min_p)))
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
         with self.workers.lock:
-            how = decode, self.step, tree, settings, rule, sampling.top_k, max_match or 0
+            how = decode, self.step, tree, settings, rule, sampling.top_k, max_match, num_unread
             if not self.target.reads_embeddings:
                 self.workers.run(*how, parts)
             else:  # the host reads them, and waits for weights
@@ -159,7 +162,7 @@ class CompiledStep:
 
     def time_passes(self, tree: Tree, sampling: Sampling, *, of_target: bool) -> list[float]:
         """Run the draft's passes, or the target's, and return the seconds of each."""
-        self(tree, sampling, 0, TARGET if of_target else DRAFT)
+        self(tree, sampling, 0, 0, TARGET if of_target else DRAFT)
         if of_target:
             return [float(self.step.times[len(tree.passes) + 1] - self.step.times[0])]
         return self.seconds(tree)[: len(tree.passes)]

@@ -90,7 +90,9 @@ def fuse(worker, workers, step, path, count, slot):
 
 
 @compiled
-def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_match, parts):
+def decode(
+    worker, workers, counter, step, tree, settings, rule, top_k, max_match, num_unread, parts
+):  # fmt: skip
     """One worker's part of a step; `step.output` has the numbers of `TreeStep.commit` afterwards.
 
     `settings` float32: temperature, the draft's, top_p, min_p. `step.times` has the time when it
@@ -106,7 +108,7 @@ def decode(worker, workers, counter, step, tree, settings, rule, top_k, max_matc
                 step.tokens[length + node] = step.chain[tree.levels[node] - 1]
     if parts & DRAFT:
         rounds, drafted_finite = draft(
-            worker, workers, counter, rounds, step, tree, rule == GREEDY, settings[1]
+            worker, workers, counter, rounds, step, tree, num_unread, rule == GREEDY, settings[1]
         )  # fmt: skip
     if parts & TARGET:
         place_nodes(step, tree, target, np.arange(size), FIRST)

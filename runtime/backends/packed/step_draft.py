@@ -154,15 +154,16 @@ def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
 
 
 @compiled
-def draft(worker, workers, counter, rounds, step, tree, is_greedy, temperature):
+def draft(worker, workers, counter, rounds, step, tree, num_unread, is_greedy, temperature):
     """Draft the tree; returns the rounds after it, and whether all logits were finite."""
     reader, eagle, finite = step.draft, step.eagle, True
-    is_eagle = eagle.fc.size > 0
+    is_eagle, num_read = eagle.fc.size > 0, FIRST
     hides_first, first_output, previous = np.int64(is_eagle), FIRST - 1, tree.inner
     for number in range(tree.passes.shape[0]):
         start, count, num_draws, rows = tree.passes[number]
         parents = tree.inner[start : start + count]
         if number == 0:
+            rows = max(rows, num_unread + 1)
             place_committed(step, reader, rows, hides_first)
         else:
             place_nodes(step, tree, reader, parents, hides_first)
@@ -173,7 +174,7 @@ def draft(worker, workers, counter, rounds, step, tree, is_greedy, temperature):
                     previous[row] = (
                         tree.rows[tree.parents[parents[row]]] - tree.passes[number - 1, 0]
                     )
-                first_output = tree.passes[number - 1, 3] - tree.passes[number - 1, 1]
+                first_output = num_read - tree.passes[number - 1, 1]
             rounds = put_features(
                 worker, workers, counter, rounds, step, rows, previous, first_output
             )  # fmt: skip
@@ -183,7 +184,7 @@ def draft(worker, workers, counter, rounds, step, tree, is_greedy, temperature):
             worker, workers, counter, rounds, reader, rows, start, count,
             FIRST, reader.model.matrices.shape[0] + reader.model.head.shape[0],
         )  # fmt: skip
-        finite = finite and are_finite(reader, count)
+        num_read, finite = rows, finite and are_finite(reader, count)
         for row in range(worker, count, workers):
             draw(worker, step, tree, start + row, row, num_draws, is_greedy, temperature)
         rounds = wait(counter, workers, rounds)
