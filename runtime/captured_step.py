@@ -233,24 +233,18 @@ def catch_up(
     Afterwards, all that the step may accept without the draft counts as unread, until
     `note_accepted` says what was accepted.
     """
-    num_unread = 0
-    drafts = bool(tree.num_drafted_levels)
-    is_needed = drafts and sequence.num_unread > drafter.num_read_again(tree)
-    is_full = sequence.num_unread + tree.depth > CATCH_UP_TOKENS
-    if is_needed and in_first_pass and sequence.num_unread <= CATCH_UP_TOKENS:
-        num_unread, sequence.num_unread = sequence.num_unread, 0
-    elif sequence.num_unread and (is_needed or is_full):
-        # a power of two, so that passes have few shapes
-        count = min(1 << (sequence.num_unread - 1).bit_length(), length)
-        if count > 0:
-            slots = torch.arange(length - count, length, device=sequence.tokens.device)
-            drafter.catch_up(sequence, slots, extent)
-        sequence.num_unread = 0
-    if drafts:
-        sequence.num_unread = drafter.max_unread(tree)
-    else:
-        sequence.num_unread += min(drafter.max_unread(tree) + 1, tree.depth)
-    return num_unread
+    num_passes, num_unread, num_left = tree.num_drafted_levels, sequence.num_unread, 0
+    width = drafter.drafting.catch_up_width(num_unread, num_passes)
+    if num_unread + tree.depth > CATCH_UP_TOKENS:
+        width, in_first_pass = drafter.drafting.catch_up_width(num_unread, 1), False
+    if width and in_first_pass:
+        num_left = num_unread
+    elif count := min(width, length):
+        slots = torch.arange(length - count, length, device=sequence.tokens.device)
+        drafter.catch_up(sequence, slots, extent)
+    most = drafter.drafting.num_unread(tree.depth, num_passes)
+    sequence.num_unread = most if num_passes or width else num_unread + most
+    return num_left
 
 
 def note_accepted(sequence: SequenceState, tree: TokenTree, path: Sequence[int]) -> None:

@@ -165,18 +165,6 @@ class Drafter(Protocol):
         """Do passes of up to so many tokens read no keys after their own, at any extent?"""
         return False
 
-    def num_read_again(self, tree: TokenTree) -> int:
-        """How many committed tokens before the root the first pass of a step with `tree` reads."""
-        return 0
-
-    def max_unread(self, tree: TokenTree) -> int:
-        """How many of the last tokens the draft may not have read after a step with `tree`.
-
-        The next root does not count. Only trees that look up their spine leave tokens unread that
-        the next step's first pass does not read anyway.
-        """
-        return 0
-
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]), for the first time or again."""
         return None

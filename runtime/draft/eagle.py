@@ -125,14 +125,6 @@ class EagleDrafter(HiddenStateDrafter):
             model.device, model.dtype, model.config.head_dim, tokens
         )
 
-    def num_read_again(self, tree: TokenTree) -> int:
-        """As many tokens as the step has draft passes."""
-        return tree.num_drafted_levels
-
-    def max_unread(self, tree: TokenTree) -> int:
-        """All accepted nodes but the root: the step read them with the draft's own features."""
-        return tree.depth - 1
-
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
         cache, mask = sequence.draft, _mask_of_committed(slots, extent, self.model.dtype)

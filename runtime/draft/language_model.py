@@ -96,14 +96,6 @@ class LanguageModelDrafter(Drafter):
         logits = self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask).logits
         return logits[:, : self.vocabulary]
 
-    def num_read_again(self, tree: TokenTree) -> int:
-        """The token before the root."""
-        return 1
-
-    def max_unread(self, tree: TokenTree) -> int:
-        """Accepted nodes below the last level that a pass reads; at least the accepted leaf."""
-        return tree.depth - tree.num_drafted_levels
-
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]); the cache then has them."""
         mask = causal_mask(slots, extent, self.model.dtype)
