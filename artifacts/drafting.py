@@ -71,7 +71,7 @@ class Drafting(Artifact, frozen=True):
 
         The first pass of a step reads the last tokens that a step before with the same tree may
         have accepted. If more are unread, they are read before it, in a pass as wide as the next
-        power of two.
+        power of two; a compiled step's first pass reads them, too, which takes less.
 
         Args:
             num_unread: how many tokens the draft may not have read.

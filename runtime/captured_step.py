@@ -234,10 +234,9 @@ def catch_up(
     `note_accepted` says what was accepted.
     """
     num_passes, num_unread, num_left = tree.num_drafted_levels, sequence.num_unread, 0
-    width = drafter.drafting.catch_up_width(num_unread, num_passes)
-    if num_unread + tree.depth > CATCH_UP_TOKENS:
-        width, in_first_pass = drafter.drafting.catch_up_width(num_unread, 1), False
-    if width and in_first_pass:
+    is_full = num_unread + tree.depth > CATCH_UP_TOKENS
+    width = drafter.drafting.catch_up_width(num_unread, num_passes or is_full)
+    if width and in_first_pass and not is_full:
         num_left = num_unread
     elif count := min(width, length):
         slots = torch.arange(length - count, length, device=sequence.tokens.device)
