@@ -18,12 +18,8 @@ from sequoia_plan.runtime.backends.packed.formats import (
 )
 from sequoia_plan.runtime.backends.packed.forward import multiply
 from sequoia_plan.runtime.backends.packed.products import (
-    ENCODE_INTEGERS,
-    ENCODE_WHOLE_FLOATS,
-    HAS_INTEGER_PRODUCTS,
     encoded_bytes,
-    multiplier,
-    own_encoding,
+    encoding_for,
 )
 from sequoia_plan.runtime.backends.packed.tiles import (
     Matrix,
@@ -68,23 +64,20 @@ def pack(name, rows, inputs=INPUTS):
     return Matrix(format, len(rows), inputs, tiles)
 
 
-def encode(matrix, rows, encoding):
-    encoded = aligned_zeros((len(rows), encoded_bytes(matrix.format, matrix.inputs, encoding)))
-    encoder(encoding).ctypes(
+def encode(matrix, rows):
+    encoded = aligned_zeros((len(rows), encoded_bytes(matrix.format, matrix.inputs)))
+    encoder(*encoding_for(matrix.format)).ctypes(
         rows.ctypes.data, rows.strides[0], len(rows), matrix.inputs, encoded.ctypes.data,
         encoded.shape[1],
     )  # fmt: skip
     return encoded
 
 
-def products(matrix, rows, encoding=None):
+def products(matrix, rows):
     """The products of all rows, float32 [rows, outputs of all tiles]."""
-    encoding = own_encoding(matrix.format) if encoding is None else encoding
-    encoded = encode(matrix, rows, encoding)
+    encoded = encode(matrix, rows)
     results = np.full((len(rows), len(matrix.tiles) * OUTPUTS), np.nan, np.float32)
-    columns = describe(matrix)
-    columns[1] = multiplier(matrix.format, encoding).address
-    multiply(columns, len(rows), encoded, results, 0, 0, results.shape[1])
+    multiply(describe(matrix), len(rows), encoded, results, 0, 0, results.shape[1])
     return results
 
 
@@ -122,7 +115,7 @@ def test_tiles_are_what_the_package_gguf_reads(name):
 def test_products_are_exact_and_the_same_beside_other_rows(name):
     """Against float64 with rows rounded alike; and with another weight, off by more than that."""
     packed_rows, weights = random_rows(name)
-    matrix, format = pack(name, packed_rows), FORMATS[FORMAT_NAMES.index(name)]
+    matrix = pack(name, packed_rows)
     rows = np.random.default_rng(1).standard_normal((ROWS, INPUTS)).astype(np.float32)
     results = products(matrix, rows)
     read, bound = read_rows(name, rows), 1e-2 if name == "BF16" else 1e-6
@@ -130,14 +123,19 @@ def test_products_are_exact_and_the_same_beside_other_rows(name):
     assert not results[:, NUM_OUTPUTS:].any()
     for count in (*range(1, 10), 16, 17, ROWS - 1):
         np.testing.assert_array_equal(products(matrix, rows[-count:]), results[-count:])
-    if not format.is_float:  # whole numbers are exact in float32: even the bits are the same
-        np.testing.assert_array_equal(products(matrix, rows, ENCODE_WHOLE_FLOATS), results)
 
 
-def test_the_processor_decides_what_is_compared():
-    """Where it has no products of integers, the portable ones are the only ones."""
-    own = own_encoding(FORMAT_NAMES.index("Q8_0"))
-    assert own == (ENCODE_INTEGERS if HAS_INTEGER_PRODUCTS else ENCODE_WHOLE_FLOATS)
+def test_rows_too_small_to_scale_are_zeros():
+    """The inverse of their scale would be infinite, and their products NaN."""
+    packed_rows, weights = random_rows("Q8_0")
+    rows = np.random.default_rng(1).standard_normal((4, INPUTS)).astype(np.float32)
+    least = np.float32(127 / 2.0**127)
+    rows[0, 16:32], rows[1, :16] = least * rows[0, 16:32].clip(-1, 1), 0
+    rows[2, :16] = np.linspace(-1.01, 1.01, 16, dtype=np.float32) * least  # scaled as others
+    rows[3, :16] = np.nan
+    results = products(pack("Q8_0", packed_rows), rows)[:, :NUM_OUTPUTS]
+    assert np.isfinite(results[:3]).all() and np.isnan(results[3]).all()
+    assert error(results[:3], rows[:3], weights) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q5_1"])

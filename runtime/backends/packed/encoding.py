@@ -9,9 +9,10 @@ from numba import cfunc, types
 from sequoia_plan.runtime.backends.packed.formats import GROUP
 from sequoia_plan.runtime.backends.packed.products import (
     CHUNK,
+    COUNTS,
     ENCODE_BFLOAT16,
-    ENCODE_FLOATS,
-    ENCODE_WHOLE_FLOATS,
+    ENCODE_INTEGERS,
+    ENCODE_ROUNDED,
     NUMBER_BYTES,
     RECORD_BYTES,
     SCALES,
@@ -29,46 +30,53 @@ from sequoia_plan.runtime.backends.packed.vectors import (
     emitted,
 )
 
+SMALLEST = 127 / 2.0**127
+"""16 numbers of which none is larger are stored as zeros: the inverse of their scale is infinite"""
 
-@emitted(literals=1)
-def encode_group(emit: Emitter, source: Any, record: Any, encoding: int) -> None:
+
+@emitted(literals=2)
+def encode_group(emit: Emitter, source: Any, record: Any, encoding: int, factor: int) -> None:
     """Store a group of a row: numbers as they are or in bfloat16, or integers and their scales."""
     builder, totals, number_bytes = emit.builder, [], NUMBER_BYTES[encoding]
-    magnitude, scales = emit.words(0x7FFFFFFF), emit.at(record, GROUP * number_bytes)
+    magnitude, words = emit.words(0x7FFFFFFF), emit.at(record, GROUP * number_bytes)
     for start in range(0, GROUP, LANES):
         part = emit.load(emit.at(source, 4 * start), FLOATS)
         target = emit.at(record, number_bytes * start)
-        if encoding in (ENCODE_FLOATS, ENCODE_BFLOAT16):
-            emit.store(emit.bfloats(part) if encoding == ENCODE_BFLOAT16 else part, target)
+        if encoding != ENCODE_INTEGERS:
+            if encoding == ENCODE_BFLOAT16:
+                part = emit.bfloats(part)
+            elif encoding == ENCODE_ROUNDED:
+                upper = builder.shl(builder.zext(emit.bfloats(part), WORDS), emit.words(16))
+                part = builder.bitcast(upper, FLOATS)
+            emit.store(part, target)
             continue
         # compared as integers, which keeps NaN
         sizes = builder.and_(builder.bitcast(part, WORDS), magnitude)
         largest = emit.call("llvm.vector.reduce.umax.v16i32", WORD, sizes)
         largest = builder.bitcast(largest, FLOAT)
-        is_zero = builder.fcmp_ordered("==", largest, FLOAT(0.0))
+        is_zero = builder.fcmp_ordered("<=", largest, FLOAT(SMALLEST))
         inverse = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(127.0), largest))
         scale = builder.fmul(largest, FLOAT(1 / 127))
         whole = builder.fmul(part, emit.splat(inverse))
-        whole = emit.call("llvm.rint.v16f32", FLOATS, whole)
-        integers = builder.fptosi(whole, WORDS)
-        if encoding != ENCODE_WHOLE_FLOATS:
-            whole = builder.trunc(integers, ir.VectorType(BYTE, LANES))
-        emit.store(whole, target)
+        integers = builder.fptosi(emit.call("llvm.rint.v16f32", FLOATS, whole), WORDS)
+        emit.store(builder.trunc(integers, ir.VectorType(BYTE, LANES)), target)
         place = start // LANES
-        emit.store(scale, emit.at(scales, 4 * (SCALES + place)), align=4)
+        emit.store(scale, emit.at(words, 4 * (SCALES + place)), align=4)
         # of the rounded numbers: with the exact sum, a weight's offset would not cancel
         count = emit.call("llvm.vector.reduce.add.v16i32", WORD, integers)
         total = builder.fmul(scale, builder.sitofp(count, FLOAT))
-        totals.append(builder.fmul(total, FLOAT(-128.0)))
-        emit.store(totals[-1], emit.at(scales, 4 * (TOTALS + place)), align=4)
+        totals.append(builder.fmul(total, FLOAT(-float(factor))))
+        emit.store(totals[-1], emit.at(words, 4 * (TOTALS + place)), align=4)
+        count = builder.shl(count, WORD(7))
+        emit.store(count, emit.at(words, 4 * (COUNTS + place)), align=4)
     if totals:
         total = functools.reduce(builder.fadd, totals)
-        emit.store(total, emit.at(scales, 4 * TOTAL), align=4)
+        emit.store(total, emit.at(words, 4 * TOTAL), align=4)
 
 
 @functools.cache
-def encoder(encoding: int) -> Any:
-    """A compiled function that stores rows of float32 as products read them.
+def encoder(encoding: int, factor: int) -> Any:
+    """A compiled function that stores rows of float32 as products read them (see `Encoding`).
 
     A chunk of rows has their first groups side by side, then their second ones, and so on. Rows are
     read, and padded with zeros, to a multiple of `GROUP` inputs.
@@ -83,6 +91,6 @@ def encoder(encoding: int) -> Any:
                 source = rows + (first + row) * source_bytes
                 for group in range(-(-inputs // GROUP)):
                     record = chunk + (group * left + row) * record_bytes
-                    encode_group(source + 4 * GROUP * group, record, encoding)
+                    encode_group(source + 4 * GROUP * group, record, encoding, factor)
 
     return encode

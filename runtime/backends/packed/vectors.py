@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
+from sequoia_plan.runtime.backends.packed.instructions import (
+    BYTE,
+    HALF_WORD,
+    HAS_BFLOAT16_PRODUCTS,
+    LONG,
+    WORD,
+)
+
 LANES = 16
 """Numbers in a vector: 512 bits in float32. LLVM splits them where the processor's are shorter."""
-FEATURES = llvm.get_host_cpu_features()
-HAS_INTEGER_PRODUCTS = bool(FEATURES.get("avx512vnni"))
-HAS_BFLOAT16_PRODUCTS = bool(FEATURES.get("avx512bf16"))
-
-BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 FLOATS = ir.VectorType(FLOAT, LANES)
 WORDS = ir.VectorType(WORD, LANES)
@@ -48,10 +50,11 @@ BFLOATS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 class Emitter:
-    """Emits the instructions of an intrinsic. Addresses are int64 values."""
+    """Emits the instructions of an intrinsic, on vectors of `lanes`. Addresses are int64 values."""
 
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.builder = builder
+    def __init__(self, builder: ir.IRBuilder, lanes: int = LANES) -> None:
+        self.builder, self.lanes = builder, lanes
+        self.float_vector, self.word_vector = (ir.VectorType(k, lanes) for k in (FLOAT, WORD))
 
     def at(self, address: ir.Value, *terms: ir.Value | int | tuple[ir.Value, int]) -> ir.Value:
         """An address plus bytes; a pair is an index times the bytes of an entry."""
@@ -72,7 +75,7 @@ class Emitter:
 
     def splat(self, number: ir.Value) -> ir.Value:
         """A vector that has one number in all lanes."""
-        empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+        empty = ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined)
         one = self.builder.insert_element(empty, number, WORD(0))
         return self.builder.shuffle_vector(one, empty, self.words(0))
 
@@ -82,14 +85,14 @@ class Emitter:
 
     def words(self, number: int) -> ir.Value:
         """An integer in all lanes."""
-        return ir.Constant(WORDS, [number] * LANES)
+        return ir.Constant(self.word_vector, [number] * self.lanes)
 
     def numbers(self, number: float) -> ir.Value:
         """A number in floating point in all lanes."""
-        return ir.Constant(FLOATS, [number] * LANES)
+        return ir.Constant(self.float_vector, [number] * self.lanes)
 
     def memory(self, vectors: int) -> ir.Value:
-        """The address of memory for so many vectors, which the function has to itself."""
+        """The address of memory for so many vectors of 16, which the function has to itself."""
         place = cgutils.alloca_once(self.builder, ir.ArrayType(FLOATS, vectors))
         return self.builder.ptrtoint(place, LONG)
 
@@ -109,14 +112,14 @@ class Emitter:
 
     def fma(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
         """left * right + total, rounded once."""
-        return self.call("llvm.fma.v16f32", FLOATS, left, right, total)
+        return self.call(f"llvm.fma.v{self.lanes}f32", self.float_vector, left, right, total)
 
     def variables(self, count: int, address: ir.Value | None = None) -> list[ir.Value]:
         """Vectors, 0 or what is at an address at first; LLVM keeps them in registers."""
         values = [self.numbers(0.0)] * count
         if address:
-            values = self.load_vectors(address, count, FLOATS)
-        variables = [cgutils.alloca_once(self.builder, FLOATS) for _ in values]
+            values = self.load_vectors(address, count, self.float_vector)
+        variables = [cgutils.alloca_once(self.builder, self.float_vector) for _ in values]
         for value, variable in zip(values, variables, strict=True):
             self.builder.store(value, variable)  # not at the function's start: a loop does it again
         return variables
@@ -124,7 +127,7 @@ class Emitter:
     def add_product(self, left: ir.Value, right: ir.Value, variable: ir.Value) -> None:
         """Add left * right to a variable; of pairs of bfloat16 numbers, the upper product first."""
         builder, total = self.builder, self.builder.load(variable)
-        if left.type == FLOATS:
+        if left.type == self.float_vector:
             total = self.fma(left, right, total)
         elif HAS_BFLOAT16_PRODUCTS:
             pairs = (builder.bitcast(pair, BFLOATS) for pair in (left, right))
@@ -132,7 +135,9 @@ class Emitter:
         else:
             upper, bits = map(self.words, (-1 << 16, 16))
             for half in (lambda x: builder.and_(x, upper), lambda x: builder.shl(x, bits)):
-                left_half, right_half = (builder.bitcast(half(x), FLOATS) for x in (left, right))
+                left_half, right_half = (
+                    builder.bitcast(half(x), self.float_vector) for x in (left, right)
+                )
                 total = self.fma(left_half, right_half, total)
         builder.store(total, variable)
 
@@ -153,8 +158,9 @@ class Emitter:
         return builder.trunc(builder.lshr(bits, sixteen), kind)
 
     def load_vectors(self, address: ir.Value, count: int, kind: ir.Type) -> list[ir.Value]:
-        """Vectors of 64 bytes that lie side by side."""
-        return [self.load(self.at(address, 4 * LANES * place), kind) for place in range(count)]
+        """Vectors of float32 or words that lie side by side."""
+        size = 4 * self.lanes
+        return [self.load(self.at(address, size * place), kind) for place in range(count)]
 
     @contextmanager
     def loop(self, count: ir.Value) -> Iterator[ir.Value]:
@@ -163,10 +169,11 @@ class Emitter:
             yield loop.index
 
     def floats(self, address: ir.Value, kind: str) -> ir.Value:
-        """16 numbers of a kind ("float32" or "float16") as float32."""
+        """A vector of numbers of a kind ("float32" or "float16") as float32."""
         if kind == "float32":
-            return self.load(address, FLOATS)
-        return self.builder.fpext(self.load(address, ir.VectorType(HALF, LANES)), FLOATS)
+            return self.load(address, self.float_vector)
+        halves = self.load(address, ir.VectorType(HALF, self.lanes))
+        return self.builder.fpext(halves, self.float_vector)
 
 
 def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]], Any]:

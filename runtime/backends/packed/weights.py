@@ -28,8 +28,8 @@ from sequoia_plan.runtime.backends.packed.formats import (
 from sequoia_plan.runtime.backends.packed.forward import Model
 from sequoia_plan.runtime.backends.packed.products import (
     encoded_bytes,
+    encoding_for,
     multiplier,
-    own_encoding,
 )
 from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, pack_rows, round_rows
 from sequoia_plan.runtime.models.stored import StoredMatrix, WeightSource
@@ -197,11 +197,10 @@ def packed_in_memory(source: WeightSource, storage: Storage) -> PackedWeights:
 
 def describe(matrix: Matrix) -> NDArray[np.int64]:
     """A matrix as the pass reads it (see `forward.Model`)."""
-    encoding = own_encoding(matrix.format)
     return np.array(
         [
-            encoder(encoding).address,
-            multiplier(matrix.format, encoding).address,
+            encoder(*encoding_for(matrix.format)).address,
+            multiplier(matrix.format).address,
             matrix.tiles.ctypes.data,
             *matrix.tiles.shape,
             num_steps(matrix.format, matrix.inputs),
