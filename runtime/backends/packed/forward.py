@@ -13,13 +13,16 @@ from numba.extending import intrinsic
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
 from sequoia_plan.runtime.backends.packed.records import Record, compiled
-from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG
+from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG, WORD, Emitter
 from sequoia_plan.runtime.base.vocabulary_loops import largest_of
 
 UNIT = OUTPUTS
 """Outputs of a matrix that one worker computes are a multiple of these: those of a tile."""
-SPINS = 2000
+LOOKS = 500
 """How often a worker looks for the others before it yields its processor."""
+TAKEN, FINISHED, COUNTER_WORDS = 64, 128, 24
+"""Of workers' counter, whose first word has how often one came to `wait`: the bytes to how often
+things were taken since, and to the rounds that all have finished; and its words."""
 FIRST: Any = np.int64(0)
 """The first layer, row or node, for numba an integer as any: literals are compiled apart."""
 ENCODE, MULTIPLY, TILES, NUM_TILES, TILE_BYTES, STEPS, INPUTS, ROW_BYTES = range(8)
@@ -68,7 +71,7 @@ def call(context, function, values):
 
 
 @intrinsic
-def add_and_fetch(context, address, count):
+def fetch_and_add(context, address, count):
     """Add to the int64 at an address, as one step that other threads see; its value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -78,6 +81,20 @@ def add_and_fetch(context, address, count):
     return types.int64(types.int64, types.int64), codegen
 
 
+@intrinsic
+def look_and_pause(context, address):
+    """The int64 at an address as other threads left it, after a pause for the core's other one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        is_x86 = "x86" in builder.module.triple
+        pause = ("llvm.x86.sse2.pause",) if is_x86 else ("llvm.aarch64.hint", WORD(1))
+        Emitter(builder).call(pause[0], ir.VoidType(), *pause[1:])
+        pointer = builder.inttoptr(values[0], LONG.as_pointer())
+        return builder.load_atomic(pointer, "acquire", align=8)
+
+    return types.int64(types.int64), codegen
+
+
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -85,29 +102,35 @@ sched_yield = types.ExternalFunction("sched_yield", types.int32())
 def wait(counter, workers, rounds):
     """Wait until all workers have come here `rounds` times; returns `rounds` + 1.
 
-    `counter`: the address of an int64 that was 0 in round 1.
+    `counter`: the address of int64 [COUNTER_WORDS] that were 0 in round 1.
     """
-    if workers > 1:
-        add_and_fetch(counter, 1)
-        spins = 0
-        while add_and_fetch(counter, 0) < workers * rounds:
-            spins += 1
-            if spins > SPINS:
-                sched_yield()
+    if fetch_and_add(counter, 1) + 1 == workers * rounds:  # the last one
+        taken = fetch_and_add(counter + TAKEN, 0)
+        fetch_and_add(counter + TAKEN, -taken)
+        fetch_and_add(counter + FINISHED, 1)
+        return rounds + 1
+    looks = 0
+    while look_and_pause(counter + FINISHED) < rounds:
+        looks += 1
+        if looks > LOOKS:
+            sched_yield()
     return rounds + 1
 
 
 @compiled
-def share(count, worker, workers):
-    """The part of `count` things that is one worker's: first, end."""
-    return count * worker // workers, count * (worker + 1) // workers
+def take(counter, workers, count):
+    """Some of `count` things that no worker has taken since all were here: first, end.
 
-
-@compiled
-def outputs_of(count, worker, workers):
-    """The part of so many outputs that is one worker's, in whole tiles: first, end."""
-    first, end = share(count // UNIT, worker, workers)
-    return first * UNIT, end * UNIT
+    The first ones of each worker are half of its part, later ones fewer: a slow worker takes less.
+    No more are left if the first is `count`.
+    """
+    number = fetch_and_add(counter + TAKEN, 1)
+    many = (count + 2 * workers - 1) // (2 * workers)
+    few = max(count // (8 * workers), 1)
+    first, size = number * many, many
+    if number >= workers:
+        first, size = workers * many + (number - workers) * few, few
+    return min(first, count), min(first + size, count)
 
 
 @compiled
@@ -169,14 +192,22 @@ def put(numbers, words):
 
 
 @compiled
-def project_heads(reader, layer, rows, hidden, encoded, worker, workers):
-    """Some heads' queries, keys and values; keys and values are then in the cache."""
+def project_heads(reader, layer, rows, hidden, encoded, counter, workers):
+    """Heads' queries, keys and values; keys and values are then in the cache."""
+    encoder, num_heads = np.int64(0), reader.heads.shape[1]
+    first, end = take(counter, workers, num_heads)
+    while first < num_heads:
+        encoder = project_some(reader, layer, rows, hidden, encoded, encoder, first, end)
+        first, end = take(counter, workers, num_heads)
+
+
+@compiled
+def project_some(reader, layer, rows, hidden, encoded, encoder, first_head, end_head):
+    """Heads from one on; `encoder` is what `encoded` is from, which is returned for the next."""
     model, keys, values = reader.model, reader.keys, reader.values
     group, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
     per_word = head_dim // keys.shape[3]
-    first_head, end_head = share(group + 2 * kv_heads, worker, workers)
     heads, bits = reader.heads, reader.heads.view(np.uint32)
-    encoder = 0
     start = 0
     for part in range(3):
         count = group if part == QUERY else kv_heads
@@ -209,19 +240,30 @@ def project_heads(reader, layer, rows, hidden, encoded, worker, workers):
                     value = values[layer, head - start, words, :, place : place + 3 - per_word]
                     put(number_bits, value)
         start += count
+    return encoder
 
 
 @compiled
-def attend(reader, layer, rows, worker, workers):
-    """Attention of some heads' queries; queries of one cached head go together."""
+def attend(reader, layer, rows, worker, counter, workers):
+    """Attention of heads' queries; queries of one cached head go together."""
+    group = reader.model.heads // reader.keys.shape[1]
+    count = reader.keys.shape[1] * -(-rows * group // QUERIES)
+    first, end = take(counter, workers, count)
+    while first < count:
+        attend_some(reader, layer, rows, worker, first, end)
+        first, end = take(counter, workers, count)
+
+
+@compiled
+def attend_some(reader, layer, rows, worker, item, end_item):
+    """Attention of batches of queries from one on."""
     model, keys, values, spans = reader.model, reader.keys, reader.values, reader.spans
-    head_dim, kv_heads, visible = model.head_dim, keys.shape[1], reader.visible
-    group, per_word = model.heads // kv_heads, head_dim // keys.shape[3]
+    head_dim, visible = model.head_dim, reader.visible
+    group, per_word = model.heads // keys.shape[1], head_dim // keys.shape[3]
     bits, scratch = reader.heads.view(np.uint32), reader.attention[worker]
     seen = np.empty(QUERIES * BATCHES, np.int64)
     queries = scratch.view(np.uint16)
     batches = -(-rows * group // QUERIES)
-    item, end_item = share(kv_heads * batches, worker, workers)
     while item < end_item:
         kv_head, batch = item // batches, item % batches
         taken = min(BATCHES, end_item - item, batches - batch)
@@ -282,9 +324,7 @@ def forward(
     model, epsilon = reader.model, reader.model.epsilon
     x, hidden, encoded = reader.x[worker], reader.normed[worker], reader.encoded[worker]
     num_layers = model.matrices.shape[0]
-    added, gates, ups = reader.added, reader.gate, reader.up
-    first_outer, end_outer = outputs_of(added.shape[1], worker, workers)
-    first_inner, end_inner = outputs_of(gates.shape[1], worker, workers)
+    added = reader.added
     for layer in range(first_layer, min(end_layer, num_layers)):
         keep_hidden_states(reader, layer, rows, x, worker)
         matrices, attended_to = model.matrices[layer], hidden
@@ -293,28 +333,18 @@ def forward(
         else:
             for row in range(rows):
                 normalise(x[row], model.norms[layer, 0], epsilon, hidden[row])
-        project_heads(reader, layer, rows, attended_to, encoded, worker, workers)
+        project_heads(reader, layer, rows, attended_to, encoded, counter, workers)
         rounds = wait(counter, workers, rounds)
-        attend(reader, layer, rows, worker, workers)
+        attend(reader, layer, rows, worker, counter, workers)
         rounds = wait(counter, workers, rounds)
-        encode(matrices[OUT], rows, reader.attended, encoded)
-        multiply(matrices[OUT], rows, encoded, added, 0, first_outer, end_outer)
+        multiply_all(matrices[OUT], rows, reader.attended, encoded, added, counter, workers)
         rounds = wait(counter, workers, rounds)
         for row in range(rows):
             add(x[row], added[row])
             normalise(x[row], model.norms[layer, 1], epsilon, hidden[row])
-        encode(matrices[GATE], rows, hidden, encoded)
-        multiply(matrices[GATE], rows, encoded, gates, 0, first_inner, end_inner)
-        if matrices[UP, ENCODE] != matrices[GATE, ENCODE]:
-            encode(matrices[UP], rows, hidden, encoded)
-        multiply(matrices[UP], rows, encoded, ups, 0, first_inner, end_inner)
-        for row in range(rows):
-            gates_address, ups_address = gates[row].ctypes.data, ups[row].ctypes.data
-            for offset in range(4 * first_inner, 4 * end_inner, 4 * LANES):
-                gate(gates_address + offset, ups_address + offset, gates_address + offset)
+        gate_all(reader, matrices, rows, hidden, encoded, counter, workers)
         rounds = wait(counter, workers, rounds)
-        encode(matrices[DOWN], rows, gates, encoded)
-        multiply(matrices[DOWN], rows, encoded, added, 0, first_outer, end_outer)
+        multiply_all(matrices[DOWN], rows, reader.gate, encoded, added, counter, workers)
         rounds = wait(counter, workers, rounds)
         for row in range(rows):
             add(x[row], added[row])
@@ -324,26 +354,69 @@ def forward(
             normalise(x[row], model.final_norm, epsilon, hidden[row])
         keep_hidden_states(reader, -1, rows, hidden, worker)
         for part in range(max(first_layer - num_layers, 0), end_layer - num_layers):
-            compute_logits(reader, part, hidden[rows - kept : rows], start, worker, workers)
+            if part:
+                rounds = wait(counter, workers, rounds)
+            compute_logits(
+                reader, part, hidden[rows - kept : rows], start, worker, counter, workers
+            )
     return wait(counter, workers, rounds)
 
 
 @compiled
-def compute_logits(reader, part, rows, start, worker, workers):
-    """Some logits of normed rows, by a part of the head, into those from `start` on."""
-    head, encoded, count = reader.model.head, reader.encoded[worker], rows.shape[0]
+def multiply_all(matrix, num_rows, rows, encoded, results, counter, workers):
+    """All outputs of a matrix, of which this worker computes those that it takes."""
+    encode(matrix, num_rows, rows, encoded)
+    count = matrix[NUM_TILES]
+    first, end = take(counter, workers, count)
+    while first < count:
+        multiply(matrix, num_rows, encoded, results, 0, first * UNIT, end * UNIT)
+        first, end = take(counter, workers, count)
+
+
+@compiled
+def gate_all(reader, matrices, num_rows, rows, encoded, counter, workers):
+    """SiLU(gate) * up, of which this worker computes the outputs that it takes."""
+    gates, ups, count = reader.gate, reader.up, matrices[GATE, NUM_TILES]
+    is_encoded, same = False, matrices[UP, ENCODE] == matrices[GATE, ENCODE]
+    first, end = take(counter, workers, count)
+    while first < count:
+        if not is_encoded:
+            encode(matrices[GATE], num_rows, rows, encoded)
+        multiply(matrices[GATE], num_rows, encoded, gates, 0, first * UNIT, end * UNIT)
+        if not same:
+            encode(matrices[UP], num_rows, rows, encoded)
+        multiply(matrices[UP], num_rows, encoded, ups, 0, first * UNIT, end * UNIT)
+        is_encoded = same
+        for row in range(num_rows):
+            gates_address, ups_address = gates[row].ctypes.data, ups[row].ctypes.data
+            for offset in range(4 * UNIT * first, 4 * UNIT * end, 4 * LANES):
+                gate(gates_address + offset, ups_address + offset, gates_address + offset)
+        first, end = take(counter, workers, count)
+
+
+@compiled
+def compute_logits(reader, part, rows, start, worker, counter, workers):
+    """Some logits of normed rows, by a part of the head, into those from `start` on.
+
+    Of equal largest ones a worker notes the first, since those that it takes ascend.
+    """
+    head, encoded, num_rows = reader.model.head, reader.encoded[worker], rows.shape[0]
     matrix, column = head[part], part * head[0, NUM_TILES] * UNIT
-    encode(matrix, count, rows, encoded)
-    first, end = outputs_of(matrix[NUM_TILES] * UNIT, worker, workers)
-    multiply(matrix, count, encoded, reader.logits[start:], column, first, end)
-    first, end = first + column, min(end + column, reader.vocabulary)
-    for row in range(count):  # while they are in cache
-        if part == 0:
-            reader.largest[worker, row], reader.best[worker, row] = -np.inf, first
-        if first < end:
-            largest, token = largest_of(reader.logits[start + row, first:end])
-            if largest > reader.largest[worker, row] or largest != largest:
-                reader.largest[worker, row], reader.best[worker, row] = largest, first + token
+    encode(matrix, num_rows, rows, encoded)
+    if part == 0:
+        reader.largest[worker, :num_rows], reader.best[worker, :num_rows] = -np.inf, 0
+    count = matrix[NUM_TILES]
+    first, end = take(counter, workers, count)
+    while first < count:
+        multiply(matrix, num_rows, encoded, reader.logits[start:], column, first * UNIT, end * UNIT)
+        first_token, end_token = column + first * UNIT, min(column + end * UNIT, reader.vocabulary)
+        for row in range(num_rows):  # while they are in cache
+            if first_token < end_token:
+                largest, token = largest_of(reader.logits[start + row, first_token:end_token])
+                if largest > reader.largest[worker, row] or largest != largest:
+                    reader.largest[worker, row] = largest
+                    reader.best[worker, row] = first_token + token
+        first, end = take(counter, workers, count)
 
 
 @compiled

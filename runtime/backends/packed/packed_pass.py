@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, QUERIES, WORD_BYTES
 from sequoia_plan.runtime.backends.packed.forward import (
+    COUNTER_WORDS,
     ROW_BYTES,
     UNIT,
     Model,
@@ -36,7 +37,7 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.counter = aligned_zeros((8,), np.int64)
+        self.counter = aligned_zeros((COUNTER_WORDS,), np.int64)
         self.lock = Lock()
         self.process = 0  # the one that the pool's threads are in
 
@@ -48,7 +49,7 @@ class Workers:
         """Call a function once in each thread: with its number, their count, and `counter`."""
         if self.process != os.getpid():  # a fork has none of its parent's threads
             self.pool, self.process = ThreadPoolExecutor(self.count), os.getpid()
-        self.counter[0] = 0
+        self.counter[:] = 0
         address = self.counter.ctypes.data
         others: list[Future[None]] = []
         try:
@@ -58,7 +59,7 @@ class Workers:
             for other in others:
                 other.result()
         except BaseException:  # an interrupt: let go of those that wait for this thread
-            self.counter[0] = np.iinfo(np.int64).max // 2
+            self.counter[:] = 1 << 40  # more than there are rounds, or things to take
             wait(others)
             raise
 

@@ -6,11 +6,13 @@ import numpy as np
 
 from sequoia_plan.runtime.backends.packed.forward import (
     FIRST,
+    NUM_TILES,
+    UNIT,
     copy,
     encode,
     forward,
     multiply,
-    outputs_of,
+    take,
     wait,
 )
 from sequoia_plan.runtime.backends.packed.packed_pass import move_slots
@@ -73,7 +75,7 @@ def commit(step, tree, path, count, bonus):
 
 
 @compiled
-def fuse(worker, workers, step, path, count, slot):
+def fuse(worker, counter, workers, step, path, count, slot):
     """Record the features that the target's hidden states of the path make, from a slot on."""
     eagle, hidden = step.eagle, step.target.hidden
     rows, encoded = eagle.fused[worker], eagle.encoded[worker]
@@ -82,11 +84,15 @@ def fuse(worker, workers, step, path, count, slot):
         for state in range(hidden.shape[0]):
             copy(hidden[state, path[place]], rows[place, state * width : (state + 1) * width])
     encode(eagle.fc, count, rows, encoded)
-    first, end = outputs_of(eagle.products.shape[1], worker, workers)
-    multiply(eagle.fc, count, encoded, eagle.products, 0, first, end)
-    end = min(end, eagle.features.shape[1])
-    for place in range(count):
-        copy(eagle.products[place, first:], eagle.features[slot + place, first:end])
+    num_tiles = eagle.fc[NUM_TILES]
+    tile, end_tile = take(counter, workers, num_tiles)
+    while tile < num_tiles:
+        first, end = tile * UNIT, end_tile * UNIT
+        multiply(eagle.fc, count, encoded, eagle.products, 0, first, end)
+        end = min(end, eagle.features.shape[1])
+        for place in range(count):
+            copy(eagle.products[place, first:], eagle.features[slot + place, first:end])
+        tile, end_tile = take(counter, workers, num_tiles)
 
 
 @compiled
@@ -145,5 +151,5 @@ def decode(
             )
     if step.eagle.fc.size:
         wait(counter, workers, rounds)
-        fuse(worker, workers, step, path, step.output[0], length + 1)
+        fuse(worker, counter, workers, step, path, step.output[0], length + 1)
     note_time(worker, step, num_passes + 2)

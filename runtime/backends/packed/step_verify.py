@@ -27,8 +27,9 @@ def verify_greedily(step, tree, path):
     while True:
         largest, choice = -np.inf, np.int64(0)
         for worker in range(reader.largest.shape[0]):
-            if reader.largest[worker, node] > largest:
-                largest, choice = reader.largest[worker, node], reader.best[worker, node]
+            other, token = reader.largest[worker, node], reader.best[worker, node]
+            if other > largest or (other == largest and token < choice):
+                largest, choice = other, token
         accepted = -1
         for child in range(
             tree.first_child[node], tree.first_child[node] + tree.num_children[node]

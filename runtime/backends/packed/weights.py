@@ -169,7 +169,12 @@ class PackedWeights:
         if len(head.tiles) * OUTPUTS >= head.outputs:
             return [head]
         first = [memory is self.places[self._head_name][0] for memory in self.memories].index(True)
-        return [replace(head, tiles=_tiles(memory, size)) for memory in self.memories[first:]]
+        parts, left = list[Matrix](), head.outputs
+        for memory in self.memories[first:]:  # the last one may have more room
+            tiles = _tiles(memory, size)[: num_tiles(left)]
+            parts.append(replace(head, outputs=min(left, len(tiles) * OUTPUTS), tiles=tiles))
+            left -= parts[-1].outputs
+        return parts
 
     def formats(self) -> tuple[str, ...]:
         """The formats of matrices that passes multiply by."""
@@ -196,7 +201,9 @@ def packed_in_memory(source: WeightSource, storage: Storage) -> PackedWeights:
 
 
 def describe(matrix: Matrix) -> NDArray[np.int64]:
-    """A matrix as the pass reads it (see `forward.Model`)."""
+    """A matrix as the pass reads it (see `forward.Model`), which trusts these sizes."""
+    expected = num_tiles(matrix.outputs), tile_bytes(matrix.format, matrix.inputs)
+    assert matrix.tiles.shape == expected, (matrix.tiles.shape, expected)
     return np.array(
         [
             encoder(*encoding_for(matrix.format)).address,
