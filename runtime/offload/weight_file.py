@@ -188,7 +188,9 @@ class WeightFile:
 
 def aligned_memory(size: int) -> Tensor:
     """uint8 [size]: zeros that begin at a page."""
-    memory = mmap.mmap(-1, max(size, 1))
+    # what a process and its forks share would be overwritten by each other's passes
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(size, 1), **private)
     _ask_for_large_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
