@@ -178,7 +178,5 @@ class DiskStream(WeightStream):
 
     def _read(self, layer: int, start: int, end: int) -> None:
         """Read the bytes from `start` to `end` of a layer's block into the layer's slot."""
-        if layer == 0:  # the file is checked in every pass, but not at every layer
-            self.file.check_unchanged()
         memory = bytes_of(self.host_memory[layer % len(self.memory)])
         self.file.read(self.blocks[layer].offset + start, memory[start:end])

@@ -140,7 +140,8 @@ class WeightFile:
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill `memory` with the file's bytes from `offset` on.
 
-        The address of `memory`, its length and `offset` must be multiples of `ALIGNMENT`.
+        The address of `memory`, its length and `offset` must be multiples of `ALIGNMENT`. Raises
+        SequoiaPlanError if the file was written to since it was opened.
         """
         if self.fd < 0:
             raise SequoiaPlanError(f"{self.path}: is closed; load the models again")
@@ -158,6 +159,7 @@ class WeightFile:
                     f"it was cut off; {REMEDY}"
                 )
             bytes_read += count
+        self.check_unchanged()
 
     def check(self, block: WeightBlock, checksum: int) -> None:
         """Compare the checksum of a block that was read."""
@@ -169,7 +171,7 @@ class WeightFile:
 
     def check_unchanged(self) -> None:
         """Check that nobody has written into the file since it was opened."""
-        if _size_and_mtime(self.fd) != self.size_and_mtime:
+        if self.fd >= 0 and _size_and_mtime(self.fd) != self.size_and_mtime:
             raise SequoiaPlanError(f"{self.path}: was written to while it was in use; {REMEDY}")
 
     def memory_of(self, block: WeightBlock, size: int | None = None) -> Tensor:

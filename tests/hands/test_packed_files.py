@@ -1,5 +1,6 @@
 """The packed file in a hostile cache: damaged, torn, killed makers, no room, a changed GGUF."""
 
+import faulthandler
 import os
 import resource
 import signal
@@ -10,11 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from architectures import tiny
+from forking import fork, status_of
 from gguf_files import SIZES, is_right, write_gguf
 
-from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime import load_pair
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.captured_step import CapturedStep
+from sequoia_plan.runtime.offload.weight_file import WeightFile
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 OTHER = tiny("Llama", **SIZES)
@@ -57,6 +62,49 @@ def test_a_damaged_packed_file_is_made_again(name, path, model, tmp_path):
     data = packed(tmp_path).read_bytes()
     packed(tmp_path).write_bytes(DAMAGES[name](data))
     assert is_right(load(path), model)
+
+
+def write_into(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 4)
+    with open(file, "r+b") as opened:  # the same file, which others have mapped
+        opened.write(data)
+
+
+@pytest.mark.parametrize("when", ["between steps", "in a step"])
+@pytest.mark.parametrize("change", [write_into, lambda file: os.truncate(file, 4096)])
+def test_a_mapped_file_that_changes_in_the_middle_of_a_text(
+    when, change, path, tmp_path, monkeypatch
+):
+    """The control: unchecked, another text comes, or the system ends the process."""
+    decoder = SequoiaDecoder(load(path).target, None, TokenTree.chain(1))
+    launch, file = CapturedStep.launch, packed(tmp_path)
+    expected = decoder.generate([1, 2, 3], 40).sequences[0, 3:].tolist()
+
+    def decode(is_checked):
+        steps = decoder.steps(torch.tensor([1, 2, 3]), 40, Sampling())
+        tokens = [token for _ in range(3) for token in next(steps).tokens]
+        assert tokens == expected[:3]
+        if when == "between steps":
+            change(file)
+        else:
+            both = lambda *arguments: (launch(*arguments), change(file))[0]  # noqa: E731
+            monkeypatch.setattr(CapturedStep, "launch", both)
+        if not is_checked:
+            faulthandler.disable()
+            monkeypatch.setattr(WeightFile, "check_unchanged", lambda file: None)
+            assert [token for step in steps for token in step.tokens] != expected[3:]
+            return
+        with pytest.raises(SequoiaPlanError, match=r"packed: was written to .* made again"):
+            next(steps)
+
+    whole, status = file.read_bytes(), file.stat()
+    assert status_of(fork(lambda: decode(is_checked=True))) == 0
+    with open(file, "r+b") as opened:
+        opened.write(whole)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    without = status_of(fork(lambda: decode(is_checked=False)))
+    assert without == (0 if change is write_into else -signal.SIGBUS)
 
 
 def test_a_gguf_file_changed_with_the_same_size_and_time(path, model, tmp_path):

@@ -181,6 +181,28 @@ def test_a_file_that_shrinks_or_changes_in_mid_decode(folder, damage, message):
     assert tokens(streamed(folder)).equal(expected)
 
 
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_the_rest_of_a_pass_uses_no_changed_weights(folder, is_checked, monkeypatch):
+    """The control: unchecked, the step that reads them ends."""
+    wait_for, changes = DiskStream.wait_for, []
+
+    def touched(stream, layer):
+        if changes and layer == 1:
+            changes.pop()()
+        wait_for(stream, layer)
+
+    monkeypatch.setattr(DiskStream, "wait_for", touched)
+    decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
+    next(decoding)
+    changes.append(lambda: os.utime(weights(), (5, 5)))
+    if is_checked:
+        with pytest.raises(SequoiaPlanError, match="was written to while it was in use"):
+            next(decoding)
+    else:
+        monkeypatch.setattr(WeightFile, "check_unchanged", lambda file: None)
+        next(decoding)
+
+
 def flip_bits(path, offset, bits=1):
     data = bytearray(path.read_bytes())
     data[offset] ^= bits
