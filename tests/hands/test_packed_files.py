@@ -3,11 +3,13 @@
 import faulthandler
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -65,46 +67,47 @@ def test_a_damaged_packed_file_is_made_again(name, path, model, tmp_path):
 
 
 def write_into(file):
-    data = bytearray(file.read_bytes())
-    data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 4)
     with open(file, "r+b") as opened:  # the same file, which others have mapped
-        opened.write(data)
+        opened.write(bytes(100_000))
 
 
-@pytest.mark.parametrize("when", ["between steps", "in a step"])
-@pytest.mark.parametrize("change", [write_into, lambda file: os.truncate(file, 4096)])
+@pytest.mark.parametrize(
+    ("change", "in_a_step", "unchecked"),
+    [(write_into, True, 0), (lambda file: os.truncate(file, 4096), False, -signal.SIGBUS)],
+)
 def test_a_mapped_file_that_changes_in_the_middle_of_a_text(
-    when, change, path, tmp_path, monkeypatch
+    change, in_a_step, unchecked, path, tmp_path, monkeypatch
 ):
     """The control: unchecked, another text comes, or the system ends the process."""
     decoder = SequoiaDecoder(load(path).target, None, TokenTree.chain(1))
-    launch, file = CapturedStep.launch, packed(tmp_path)
-    expected = decoder.generate([1, 2, 3], 40).sequences[0, 3:].tolist()
+    prompt, launch, file = torch.tensor([1, 2, 3]), CapturedStep.launch, packed(tmp_path)
+    expected = decoder.generate(prompt, 40).sequences[0, 3:].tolist()
 
     def decode(is_checked):
-        steps = decoder.steps(torch.tensor([1, 2, 3]), 40, Sampling())
-        tokens = [token for _ in range(3) for token in next(steps).tokens]
-        assert tokens == expected[:3]
-        if when == "between steps":
-            change(file)
-        else:
-            both = lambda *arguments: (launch(*arguments), change(file))[0]  # noqa: E731
-            monkeypatch.setattr(CapturedStep, "launch", both)
-        if not is_checked:
+        with closing(decoder.steps(prompt, 40, Sampling())) as steps:
+            assert next(steps).tokens == expected[:1]
+            if in_a_step:
+                monkeypatch.setattr(CapturedStep, "launch", changing)
+            else:
+                change(file)
+            if is_checked:
+                with pytest.raises(SequoiaPlanError, match=r"was written to .* made again"):
+                    next(steps)
+                return
             faulthandler.disable()
             monkeypatch.setattr(WeightFile, "check_unchanged", lambda file: None)
-            assert [token for step in steps for token in step.tokens] != expected[3:]
-            return
-        with pytest.raises(SequoiaPlanError, match=r"packed: was written to .* made again"):
-            next(steps)
+            assert [token for step in steps for token in step.tokens] != expected[1:]
 
-    whole, status = file.read_bytes(), file.stat()
+    def changing(*arguments):
+        read_output = launch(*arguments)
+        change(file)
+        return read_output
+
+    copy = shutil.copy2(file, tmp_path)
     assert status_of(fork(lambda: decode(is_checked=True))) == 0
-    with open(file, "r+b") as opened:
-        opened.write(whole)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    without = status_of(fork(lambda: decode(is_checked=False)))
-    assert without == (0 if change is write_into else -signal.SIGBUS)
+    shutil.copyfile(copy, file)
+    shutil.copystat(copy, file)
+    assert status_of(fork(lambda: decode(is_checked=False))) == unchecked
 
 
 def test_a_gguf_file_changed_with_the_same_size_and_time(path, model, tmp_path):

@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
 from sequoia_plan.runtime.backends.packed.records import Record, compiled
+from sequoia_plan.runtime.backends.packed.system import sched_yield
 from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG
 from sequoia_plan.runtime.base.vocabulary_loops import largest_of
 
@@ -76,9 +77,6 @@ def add_and_fetch(context, address, count):
         return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
-
-
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @compiled
