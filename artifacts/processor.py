@@ -2,7 +2,9 @@
 
 import os
 import platform
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 INSTRUCTION_SETS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8",
@@ -10,6 +12,10 @@ INSTRUCTION_SETS = (
 )  # fmt: skip
 """Instruction sets of x86 and Arm that decide which dtype is fast, under Linux's names."""
 CPUINFO = Path("/proc/cpuinfo")
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""This process's control groups: their names, and the folder of all."""
+QUOTA_FILES = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
+"""By controller ("" is version 2): the files with a group's time on processors, and its period."""
 
 
 def processor_name() -> str:
@@ -23,11 +29,26 @@ def instruction_sets() -> list[str] | None:
     return None if flags is None else [name for name in INSTRUCTION_SETS if name in flags.split()]
 
 
-def usable_cores() -> int | None:
-    """How many cores this process may use; None if the system does not say."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+def usable_cores() -> int:
+    """How many cores this process may use: its affinity, and its control groups' quotas."""
+    is_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    return min([cores, *_quotas()])
+
+
+def _quotas() -> Iterator[int]:
+    """The whole cores, at least 1, of each quota on this process: of its groups and those above."""
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        for controller in QUOTA_FILES.keys() & controllers.split(","):
+            # in a container, the name may be the host's; its own group is then the top one
+            for group in (PurePosixPath(name), *PurePosixPath(name).parents):
+                folder = GROUPS / controller / group.relative_to("/")
+                with suppress(OSError, ValueError):  # no such group, or no limit ("max")
+                    texts = [(folder / file).read_text() for file in QUOTA_FILES[controller]]
+                    quota, period = map(int, " ".join(texts).split())
+                    if quota > 0:  # -1: no limit
+                        yield max(quota // period, 1)
 
 
 def _first_value(key: str) -> str | None:

@@ -58,6 +58,11 @@ class EngineProcess:
 
     def __init__(self, python: str, command: Sequence[str] = ()) -> None:
         """Starts the driver, or a `command` in its place, with stderr in a temporary file."""
+        if not hasattr(os, "fork"):
+            raise SequoiaPlanError(
+                "engine: found a system without process groups (fork), which end an engine with "
+                "this program; start a server yourself, and name it with --url"
+            )
         log_fd, log_path = tempfile.mkstemp(".log", "sequoia-plan-engine-")
         self.log = Path(log_path)
         self._has_failed = False

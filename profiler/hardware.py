@@ -11,6 +11,7 @@ import transformers
 
 from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.runtime.base.kernel_launch import kernels_available
+from sequoia_plan.runtime.base.threads import num_threads
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.layer_operations import silu_mul
 
@@ -29,7 +30,7 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "device": device.type,
         "processor": processor_name(),
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
     }
     if device.type == "cuda":
         metadata["gpu"] = torch.cuda.get_device_name(device)

@@ -120,9 +120,10 @@ class CapturedStep(TreeStep):
     def launch(self, length: int, sampling: Sampling) -> Callable[[int], StepOutput]:
         """Start a step whose root is in slot `length` or before it.
 
-        Call the result with the root's slot to wait for the output; it raises SequoiaPlanError if
-        logits were not finite.
+        Call the result with the root's slot to wait for the output. Both raise SequoiaPlanError if
+        a file of weights was written to, the latter also if logits were not finite.
         """
+        self.models.check_files()
         extent = self.extent(length)
         self.refill_random_numbers(sampling)
         fits = extent <= self.sequence.target.capacity
@@ -153,6 +154,7 @@ class CapturedStep(TreeStep):
     def _output(self, read_numbers: Callable[[], list[int]], length: int) -> StepOutput:
         """The output of a step whose root was in slot `length`, once its numbers are there."""
         count, *numbers = read_numbers()
+        self.models.check_files()  # before anyone gets tokens of changed weights
         if count < 0:
             self.sequence.forget()  # attention multiplies what it hides by 0, but 0 * nan is nan
             model = "target" if count == TARGET_NOT_FINITE else "draft"

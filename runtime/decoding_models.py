@@ -60,6 +60,7 @@ class DecodingModels:
         self.hidden_states = self.drafter.aux_hidden_state_layers if self.drafter else ()
         self.target.backend.prepare(self.hidden_states)
         self.versions = [model.version for model in self.models]
+        self.files = [model.file for model in self.models if hasattr(model, "file")]
         self.sequence = SequenceState(self.device)
         if self.target.chains_only:
             captured = False  # the host reads how many tokens they read again
@@ -93,6 +94,11 @@ class DecodingModels:
         versions = [model.version for model in self.models]
         if versions != self.versions:
             self.versions, self.sequence.num_read = versions, 0
+
+    def check_files(self) -> None:
+        """Raise SequoiaPlanError if a file from which a model computes was written to."""
+        for file in self.files:
+            file.check_unchanged()
 
     @torch.no_grad()
     def prefill(

@@ -16,6 +16,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.runtime.base.forks import renewed_in_forks
 from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.decoder import SequoiaDecoder
 from sequoia_plan.runtime.grammar import Grammar
@@ -29,7 +30,7 @@ SETTING_OF_PROCESSOR = {
 }
 """What transformers makes of the generation config, which `Sampling` reads itself."""
 
-_decoder_lock = threading.Lock()
+_decoder_lock = renewed_in_forks(threading.Lock())
 
 
 def sequoia(

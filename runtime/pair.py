@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.artifacts.processor import usable_cores
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.runtime import backends
 from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, PLACEMENTS, RESIDENT
@@ -326,8 +327,14 @@ def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, b
 
 
 def _remarks(target: LoadedModel) -> tuple[str, ...]:
-    """What a person should know about the target and its configurations, a sentence each."""
+    """What a person should know about the target and its settings, a sentence each."""
     config, remarks = target.config, list(target.remarks)
+    threads, cores = torch.get_num_threads(), usable_cores()
+    if target.device.type == "cpu" and threads > cores:
+        remarks.append(
+            f"threads: found {threads} (--threads, torch.set_num_threads), expected no more than "
+            f"cores that affinity and control groups leave; compiled passes take {cores}"
+        )
     if reason := rope_reason(config):
         remarks.append(f"target: texts end at {context_length(config)} tokens{reason}")
     for name in not_followed(target.generation_config):

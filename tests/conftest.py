@@ -40,13 +40,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_ignore_collect(collection_path):
-    """Where torch is not installed, the tests of planning run, and those that name it do not."""
-    if HAS_TORCH or collection_path.suffix != ".py":
+    """Tests that name what is not here do not run: torch, or what Windows lacks."""
+    missing = [] if HAS_TORCH else [r"import torch|sequoia_plan.(runtime|profiler)"]
+    if not hasattr(os, "fork"):
+        missing.append(r"os\.fork|from (forking|sessions) |import resource")
+    if not missing or collection_path.suffix != ".py":
         return None
-    needs_torch = re.search(
-        r"import torch|sequoia_plan.(runtime|profiler)", collection_path.read_text()
-    )
-    return True if needs_torch else None
+    return True if re.search("|".join(missing), collection_path.read_text("utf-8")) else None
 
 
 @pytest.fixture(autouse=HAS_TORCH and sys.platform == "linux")

@@ -206,7 +206,7 @@ model_options = options(
         type=click.IntRange(1, 1024),
         callback=set_threads,
         help="Threads that compute on the CPU: no more than there are idle cores. "
-        "[default: one a core]",
+        "[default: one a core, of those that affinity and control groups leave]",
         expose_value=False,
     ),
 )

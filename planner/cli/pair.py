@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import click
+from click.core import ParameterSource
+
 from sequoia_plan.planner.cli.terminal import status, warn
 
 if TYPE_CHECKING:
@@ -25,13 +28,19 @@ def load_pair(**models: Any) -> Pair:
     with status("loading models") as show, when_numba_compiles(partial(show, COMPILING)):
         import torch
 
+        from sequoia_plan.artifacts.processor import usable_cores
         from sequoia_plan.profiler.hardware import default_device
         from sequoia_plan.runtime.pair import load_pair
+
+        threads = min(torch.get_num_threads(), usable_cores())
+        source = click.get_current_context().get_parameter_source("threads")
+        if source is not ParameterSource.COMMANDLINE:
+            torch.set_num_threads(threads)  # PyTorch's own passes know no quotas
 
         models["device"] = models["device"] or default_device()
         busy = ""
         if models["device"] == "cpu" and "placement" not in models:
-            busy = _busy_text(torch.get_num_threads())  # before loading makes cores busy
+            busy = _busy_text(threads)  # before loading makes cores busy
 
         def on_bytes(done: int, total: int) -> None:
             """Show how many bytes of a model are packed."""

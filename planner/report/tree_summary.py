@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -107,7 +106,7 @@ def _describe_machine(plan: Plan) -> Iterator[str]:
     measured, here, cores = plan.hardware, processor_name(), usable_cores()
     if plan.latency and measured.get("processor"):
         text = f"{measured.get('gpu') or measured['processor']}, {measured['threads']} threads"
-        if measured["processor"] != here or measured["threads"] > (cores or math.inf):
+        if measured["processor"] != here or measured["threads"] > cores:
             text += f"; this is {here}, {cores} cores: run profile and solve again for its times"
         yield _line("machine", text)
 

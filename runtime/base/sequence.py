@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.runtime.base.forks import renewed_in_forks
 from sequoia_plan.runtime.base.path_logits import PathLogits
 
 CATCH_UP_TOKENS = 64
@@ -21,9 +22,14 @@ CATCH_UP_TOKENS = 64
 class SequenceLock:
     """Lets one thread at a time decode with a sequence, from its first step to its last."""
 
+    owner: int | None = None
+
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.owner: int | None = None
+        renewed_in_forks(self)._at_fork_reinit()
+
+    def _at_fork_reinit(self) -> None:
+        if self.owner != threading.get_ident():  # that thread is in the child
+            self.lock, self.owner = threading.Lock(), None
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -1,9 +1,16 @@
-"""PyTorch's own threads, where something else computes with all processors."""
+"""How many threads compute on a CPU, and PyTorch's own where something else computes with all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from sequoia_plan.artifacts.processor import usable_cores
+
+
+def num_threads() -> int:
+    """PyTorch's number, but no more than cores: the threads of a pass wait for each other."""
+    return min(torch.get_num_threads(), usable_cores())
 
 
 @contextmanager

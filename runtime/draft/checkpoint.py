@@ -71,7 +71,7 @@ def find_checkpoint(source: str) -> Checkpoint | None:
         return None
     folder = downloaded_folder(source)
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         algorithm = _algorithm_of(config, source)
     except (OSError, ValueError, AttributeError, RecursionError):  # transformers says why
         return None

@@ -17,13 +17,14 @@ from transformers import (
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
+from sequoia_plan.runtime.base.forks import renewed_in_forks
 from sequoia_plan.runtime.models.architecture import decoder_layers
 
 OLD_BUFFERS = r"rotary_emb\.inv_freq$|masked_bias$|position_ids$"
 """Tensors that older files have, and that models compute."""
 
 
-default_dtype_lock = threading.RLock()
+default_dtype_lock = renewed_in_forks(threading.RLock())
 """transformers sets PyTorch's default dtype while it makes a model; threads would leave it so."""
 
 

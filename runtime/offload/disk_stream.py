@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.cache import round_up
+from sequoia_plan.runtime.base.forks import renewed_in_forks
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.offload.weight_file import (
     ALIGNMENT,
@@ -53,13 +54,8 @@ class DiskStream(WeightStream):
         ]
         self.memory = [memory.to(device) for memory in self.host_memory]
         self.checked_blocks: set[WeightBlock] = set()
-        self.threads = ThreadPoolExecutor(THREADS, THREAD_NAME)
         self.sizes = [0] * len(self.memory)
         """Bytes of the block that each slot has or gets, from its start on."""
-        self.layer_in_slot = [-1] * len(self.memory)
-        """The layer whose weights each slot has or gets; -1 after an error."""
-        self.reads: list[list[Future[None]]] = [[] for _ in self.memory]
-        """The reads of that layer, a chunk each."""
         self.routed: list[Sequence[Place]] = [() for _ in blocks]
         """Tensors of each layer with a row for each expert; a pass reads those that it chooses."""
         self.expert_bytes = expert_bytes
@@ -68,8 +64,16 @@ class DiskStream(WeightStream):
         """How often each expert was chosen so far, by its layer and row."""
         self.kept: dict[tuple[int, int], list[Tensor]] = {}
         """The experts that stay in memory, once a pass has read them, and their weights."""
+        renewed_in_forks(self)._at_fork_reinit()
         for layer in range(len(self.memory)):
             self._begin_reads(layer)
+
+    def _at_fork_reinit(self) -> None:
+        self.threads = ThreadPoolExecutor(THREADS, THREAD_NAME)
+        self.layer_in_slot = [-1] * len(self.memory)
+        """The layer whose weights each slot has or gets; -1 after an error."""
+        self.reads: list[list[Future[None]]] = [[] for _ in self.memory]
+        """The reads of that layer, a chunk each."""
 
     def wait_for(self, layer: int) -> None:
         """Wait until the weights of this streamed layer are in their slot.
@@ -174,7 +178,5 @@ class DiskStream(WeightStream):
 
     def _read(self, layer: int, start: int, end: int) -> None:
         """Read the bytes from `start` to `end` of a layer's block into the layer's slot."""
-        if layer == 0:  # the file is checked in every pass, but not at every layer
-            self.file.check_unchanged()
         memory = bytes_of(self.host_memory[layer % len(self.memory)])
         self.file.read(self.blocks[layer].offset + start, memory[start:end])

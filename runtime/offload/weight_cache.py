@@ -1,6 +1,7 @@
 """The files of weights in the cache: found, or made on first use by one process at a time."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -64,7 +65,12 @@ def cache_folder() -> Path:
     """The folder of weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
     if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
         return Path(chosen_folder)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sequoia-plan"
+    own = {
+        "win32": os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local"),
+        "darwin": Path.home() / "Library/Caches",
+    }
+    others = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(own.get(sys.platform, others)) / "sequoia-plan"
 
 
 @contextmanager

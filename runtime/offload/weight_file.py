@@ -130,7 +130,7 @@ class WeightFile:
 
         If the file was written to since it was made, all blocks are checked first.
         """
-        mapped = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
         _ask_for_large_pages(mapped)
         if self.size_and_mtime[1] != self.index.written * 10**9:
             for block in self.blocks:
@@ -140,14 +140,15 @@ class WeightFile:
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill `memory` with the file's bytes from `offset` on.
 
-        The address of `memory`, its length and `offset` must be multiples of `ALIGNMENT`.
+        The address of `memory`, its length and `offset` must be multiples of `ALIGNMENT`. Raises
+        SequoiaPlanError if the file was written to since it was opened.
         """
         if self.fd < 0:
             raise SequoiaPlanError(f"{self.path}: is closed; load the models again")
         bytes_read = 0
         while bytes_read < len(memory):
             try:
-                count = os.preadv(self.fd, [memory[bytes_read:]], offset + bytes_read)
+                count = self._read_at(offset + bytes_read, memory[bytes_read:])
             except OSError as error:
                 raise SequoiaPlanError(
                     f"{self.path}: cannot be read ({error.strerror or error}); {REMEDY}"
@@ -158,6 +159,15 @@ class WeightFile:
                     f"it was cut off; {REMEDY}"
                 )
             bytes_read += count
+        self.check_unchanged()
+
+    def _read_at(self, offset: int, memory: memoryview) -> int:
+        """Read into memory; returns how many bytes there are."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self.fd, [memory], offset)
+        with open(self.path, "rb", buffering=0) as file:  # Windows replaces no open file
+            file.seek(offset)
+            return file.readinto(memory)
 
     def check(self, block: WeightBlock, checksum: int) -> None:
         """Compare the checksum of a block that was read."""
@@ -169,7 +179,7 @@ class WeightFile:
 
     def check_unchanged(self) -> None:
         """Check that nobody has written into the file since it was opened."""
-        if _size_and_mtime(self.fd) != self.size_and_mtime:
+        if self.fd >= 0 and _size_and_mtime(self.fd) != self.size_and_mtime:
             raise SequoiaPlanError(f"{self.path}: was written to while it was in use; {REMEDY}")
 
     def memory_of(self, block: WeightBlock, size: int | None = None) -> Tensor:
@@ -188,7 +198,9 @@ class WeightFile:
 
 def aligned_memory(size: int) -> Tensor:
     """uint8 [size]: zeros that begin at a page."""
-    memory = mmap.mmap(-1, max(size, 1))
+    # what a process and its forks share would be overwritten by each other's passes
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(size, 1), **private)
     _ask_for_large_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
@@ -227,11 +239,22 @@ def _read_index(path: Path, fingerprint: str | None) -> Index:
 
 
 def _open_past_page_cache(path: Path) -> int:
-    """Open a file to be read past the page cache, where the file system can."""
+    """Open a file to be read past the page cache, where system and file system can."""
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
     try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0))
     except OSError:
-        return os.open(path, os.O_RDONLY)
+        return os.open(path, flags)
+
+
+def _reserve(file: Any, size: int) -> None:
+    """Give a file its room: a full disk is an error here; later, it would be a signal."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for start in range(0, size, CHUNK_BYTES):
+        file.write(bytes(min(CHUNK_BYTES, size - start)))
+    file.flush()
 
 
 def _size_and_mtime(fd: int) -> tuple[int, int]:
@@ -283,34 +306,11 @@ def write_weights(
     `source` is called once they are there; `on_bytes` now and then, with the bytes so far and all.
     """
     blocks, unfinished = place_blocks(layout), unfinished_path(path)
-    size, done = blocks[-1].offset + blocks[-1].size, 0
+    size = blocks[-1].offset + blocks[-1].size
     try:
         with open(unfinished, "w+b") as file:
-            # a full disk is an error here; later, it would be a signal
-            getattr(os, "posix_fallocate", lambda fd, _, size: os.ftruncate(fd, size))(
-                file.fileno(), 0, size
-            )
-            mapped = mmap.mmap(file.fileno(), size)
-            _ask_for_large_pages(mapped)
-            memory: Any = np.frombuffer(mapped, np.uint8)
-
-            def fill_tensors(block: WeightBlock) -> None:
-                """Fill a block's tensors."""
-                nonlocal done
-                for name, place in block.tensors.items():
-                    start = block.offset + place.start
-                    fill(name, memory[start : start + place.size])
-                    done += place.size
-                    on_bytes(done, size)
-
-            def with_checksum(block: WeightBlock) -> WeightBlock:
-                """A block that is filled, with its checksum."""
-                part = memory[block.offset : block.offset + block.size]
-                return structs.replace(block, checksum=zlib.crc32(part))
-
-            with ThreadPoolExecutor(WRITERS) as writers:
-                list(writers.map(fill_tensors, blocks))
-                written = tuple(writers.map(with_checksum, blocks))
+            _reserve(file, size)
+            written = _fill_blocks(file.fileno(), size, blocks, fill, on_bytes)
             file.seek(size)
             seconds = int(time.time()) // 2 * 2  # which any file system notes exactly
             file.write(Index(VERSION, seconds, source(), written).to_bytes())
@@ -319,7 +319,35 @@ def write_weights(
         os.utime(unfinished, (seconds, seconds))
         os.replace(unfinished, path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(PermissionError):  # Windows, where an error keeps it mapped
+            unfinished.unlink(missing_ok=True)
+
+
+def _fill_blocks(
+    fd: int, size: int, blocks: Sequence[WeightBlock], fill: Fill, on_bytes: OnBytes
+) -> tuple[WeightBlock, ...]:
+    """Fill the blocks of a file; it is mapped meanwhile, as Windows renames no file that is."""
+    mapped, done = mmap.mmap(fd, size), 0
+    _ask_for_large_pages(mapped)
+    memory: Any = np.frombuffer(mapped, np.uint8)
+
+    def fill_tensors(block: WeightBlock) -> None:
+        """Fill a block's tensors."""
+        nonlocal done
+        for name, place in block.tensors.items():
+            start = block.offset + place.start
+            fill(name, memory[start : start + place.size])
+            done += place.size
+            on_bytes(done, size)
+
+    def with_checksum(block: WeightBlock) -> WeightBlock:
+        """A block that is filled, with its checksum."""
+        part = memory[block.offset : block.offset + block.size]
+        return structs.replace(block, checksum=zlib.crc32(part))
+
+    with ThreadPoolExecutor(WRITERS) as writers:
+        list(writers.map(fill_tensors, blocks))
+        return tuple(writers.map(with_checksum, blocks))
 
 
 def unfinished_path(path: Path) -> Path:

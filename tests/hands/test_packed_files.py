@@ -1,20 +1,27 @@
 """The packed file in a hostile cache: damaged, torn, killed makers, no room, a changed GGUF."""
 
+import faulthandler
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from architectures import tiny
+from forking import fork, status_of
 from gguf_files import SIZES, is_right, write_gguf
 
-from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime import load_pair
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
+from sequoia_plan.runtime.captured_step import CapturedStep
+from sequoia_plan.runtime.offload.weight_file import WeightFile
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 OTHER = tiny("Llama", **SIZES)
@@ -57,6 +64,50 @@ def test_a_damaged_packed_file_is_made_again(name, path, model, tmp_path):
     data = packed(tmp_path).read_bytes()
     packed(tmp_path).write_bytes(DAMAGES[name](data))
     assert is_right(load(path), model)
+
+
+def write_into(file):
+    with open(file, "r+b") as opened:  # the same file, which others have mapped
+        opened.write(bytes(100_000))
+
+
+@pytest.mark.parametrize(
+    ("change", "in_a_step", "unchecked"),
+    [(write_into, True, 0), (lambda file: os.truncate(file, 4096), False, -signal.SIGBUS)],
+)
+def test_a_mapped_file_that_changes_in_the_middle_of_a_text(
+    change, in_a_step, unchecked, path, tmp_path, monkeypatch
+):
+    """The control: unchecked, another text comes, or the system ends the process."""
+    decoder = SequoiaDecoder(load(path).target, None, TokenTree.chain(1))
+    prompt, launch, file = torch.tensor([1, 2, 3]), CapturedStep.launch, packed(tmp_path)
+    expected = decoder.generate(prompt, 40).sequences[0, 3:].tolist()
+
+    def decode(is_checked):
+        with closing(decoder.steps(prompt, 40, Sampling())) as steps:
+            assert next(steps).tokens == expected[:1]
+            if in_a_step:
+                monkeypatch.setattr(CapturedStep, "launch", changing)
+            else:
+                change(file)
+            if is_checked:
+                with pytest.raises(SequoiaPlanError, match=r"was written to .* made again"):
+                    next(steps)
+                return
+            faulthandler.disable()
+            monkeypatch.setattr(WeightFile, "check_unchanged", lambda file: None)
+            assert [token for step in steps for token in step.tokens] != expected[1:]
+
+    def changing(*arguments):
+        read_output = launch(*arguments)
+        change(file)
+        return read_output
+
+    copy = shutil.copy2(file, tmp_path)
+    assert status_of(fork(lambda: decode(is_checked=True))) == 0
+    shutil.copyfile(copy, file)
+    shutil.copystat(copy, file)
+    assert status_of(fork(lambda: decode(is_checked=False))) == unchecked
 
 
 def test_a_gguf_file_changed_with_the_same_size_and_time(path, model, tmp_path):

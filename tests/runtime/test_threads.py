@@ -1,17 +1,25 @@
 """Requests of many threads on one decoder: every text is the one that a single thread gets."""
 
+import copy
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from threading import Event
 
 import pytest
 import torch
 from architectures import plain_text
+from forking import fork, status_of
 from toys import TREE, Ids
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.backends import loaded
+from sequoia_plan.runtime.base import forks
 from sequoia_plan.runtime.base.sequence import SequenceLock
+from sequoia_plan.runtime.pair import _remarks
 
 OTHER = TokenTree.chain(4)
 PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(16)]
@@ -85,3 +93,50 @@ def test_a_thread_does_not_wait_for_itself(target, draft):
             other.generate([1, 2], 4)
     steps.close()
     assert decoder.generate([1, 2], 4).new_tokens == 4
+
+
+@pytest.mark.parametrize(("asked", "cores"), [(2, 1), (2, 2), (1, 2)])
+def test_more_threads_than_cores(asked, cores, model, monkeypatch):
+    """Passes take as many as cores, and one line says so; no line where the cores are enough."""
+    for name in ("runtime.base.threads", "runtime.pair"):
+        monkeypatch.setattr(f"sequoia_plan.{name}.usable_cores", lambda: cores)
+    torch.set_num_threads(asked)
+    try:
+        target = loaded(copy.deepcopy(model))
+        lines = [line for line in _remarks(target) if line.startswith("threads: found 2")]
+        taken = target.backend.runner.workers.count, fingerprint("cpu")["threads"]
+    finally:
+        torch.set_num_threads(1)
+    assert taken == (min(asked, cores),) * 2 and len(lines) == (asked > cores)
+
+
+@pytest.mark.parametrize("part", ["text", "pass"])
+def test_a_fork_while_another_thread_decodes(part, model, monkeypatch):
+    """The control: whoever holds the locks is not in the child, which waits for ever."""
+    decoder = SequoiaDecoder(copy.deepcopy(model), None, TokenTree.chain(1))
+    prompt, begun, ends = torch.tensor([1, 2, 3]), Event(), Event()
+    locks = {"text": nullcontext(), "pass": decoder.step.target.backend.runner.workers.lock}
+    expected = decoder.generate(prompt, 20).sequences
+
+    def decode():
+        assert decoder.generate(prompt, 20).sequences.equal(expected)
+
+    def begin():
+        with closing(decoder.steps(prompt, 20, Sampling())) as steps:
+            next(steps)
+            with locks[part]:
+                begun.set()
+                ends.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(begin)
+        begun.wait(60)
+        if part == "pass":
+            monkeypatch.setattr(decoder.step.sequence, "lock", SequenceLock())
+        ended = status_of(fork(decode))
+        monkeypatch.setattr(forks, "_renewed", set())
+        without = status_of(fork(decode), seconds=2)
+        ends.set()
+        thread.result()
+    assert (ended, without) == (0, -signal.SIGKILL)
+    decode()

@@ -6,6 +6,7 @@ The packed pass reads them, or modules whose matrices are views of the slots tha
 import copy
 import errno
 import gc
+import mmap
 import os
 import pickle
 import resource
@@ -13,22 +14,29 @@ import shutil
 import signal
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from architectures import PACKED
+from forking import fork, status_of
 from safetensors.torch import load_file, save_file
 from streamed import LAYERS, PROMPT, decoder, in_memory, save_models, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
+from sequoia_plan.runtime.base import forks
 from sequoia_plan.runtime.models.stored import Source
 from sequoia_plan.runtime.offload import disk_stream, weight_cache, weight_file
 from sequoia_plan.runtime.offload.disk_stream import DiskStream
-from sequoia_plan.runtime.offload.weight_file import ALIGNMENT, Place, WeightFile, write_weights
+from sequoia_plan.runtime.offload.weight_file import (
+    ALIGNMENT,
+    Place,
+    WeightFile,
+    aligned_memory,
+    write_weights,
+)
 
 SIZES = {"packed": PACKED | {"vocab_size": 2000}, "modules": {}}
 """The packed output head has some blocks."""
@@ -173,6 +181,28 @@ def test_a_file_that_shrinks_or_changes_in_mid_decode(folder, damage, message):
     assert tokens(streamed(folder)).equal(expected)
 
 
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_the_rest_of_a_pass_uses_no_changed_weights(folder, is_checked, monkeypatch):
+    """The control: unchecked, the step that reads them ends."""
+    wait_for, changes = DiskStream.wait_for, []
+
+    def touched(stream, layer):
+        if changes and layer == 1:
+            changes.pop()()
+        wait_for(stream, layer)
+
+    monkeypatch.setattr(DiskStream, "wait_for", touched)
+    decoding = decoder(streamed(folder)).steps(PROMPT, 40, sampling=Sampling())
+    next(decoding)
+    changes.append(lambda: os.utime(weights(), (5, 5)))
+    if is_checked:
+        with pytest.raises(SequoiaPlanError, match="was written to while it was in use"):
+            next(decoding)
+    else:
+        monkeypatch.setattr(WeightFile, "check_unchanged", lambda file: None)
+        next(decoding)
+
+
 def flip_bits(path, offset, bits=1):
     data = bytearray(path.read_bytes())
     data[offset] ^= bits
@@ -263,20 +293,24 @@ def test_another_model_in_the_same_folder(folder, tmp_path):
     assert not tokens(new).equal(expected)
 
 
-def fork(function):
-    """The number of a process that calls a function, and ends with 0 if that returns."""
-    if process := os.fork():
-        return process
-    try:
-        function()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+def test_a_fork_streams_into_memory_of_its_own(folder, monkeypatch):
+    """The controls: without threads of its own it waits for ever; shared memory is written to."""
+    pair = streamed(folder)
+    expected = tokens(pair)
 
+    def decode():
+        assert tokens(pair).equal(expected)
 
-def status_of(process):
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    process = fork(decode)
+    decode()
+    assert status_of(process) == 0
+    monkeypatch.setattr(forks, "_renewed", set())
+    assert status_of(fork(decode), seconds=2) == -signal.SIGKILL
+    for flag, written in ((mmap.MAP_PRIVATE, 0), (mmap.MAP_SHARED, 1)):
+        monkeypatch.setattr(mmap, "MAP_PRIVATE", flag)
+        memory = aligned_memory(8)
+        assert status_of(fork(lambda memory=memory: memory.fill_(1))) == 0
+        assert memory[0] == written
 
 
 def test_two_processes_make_one_file(folder, tmp_path):

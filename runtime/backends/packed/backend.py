@@ -27,6 +27,7 @@ from sequoia_plan.runtime.backends.packed.weights import (
     pack_into,
     place_of,
 )
+from sequoia_plan.runtime.base.threads import num_threads
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 from sequoia_plan.runtime.models.architecture import head_size
 from sequoia_plan.runtime.models.loaded_model import Backend, Masks
@@ -67,7 +68,7 @@ class PackedBackend(Backend):
         self.vocabulary = self.head_matrix.outputs
         model = model_of(weights, config, head_size(config), cached.itemsize)
         # while a text is read, PyTorch has one thread
-        workers = self.runner.workers.count if self.runner else torch.get_num_threads()
+        workers = self.runner.workers.count if self.runner else num_threads()
         self.runner = PackedPass(
             model, config, self.vocabulary, cached, workers, self.stream, self.streamed_layers,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from sequoia_plan.runtime.backends.packed.step_memory import (
     Step,
     Tree,
 )
+from sequoia_plan.runtime.backends.packed.system import now
 from sequoia_plan.runtime.backends.packed.tiles import Matrix, aligned_zeros, embedding_of
 from sequoia_plan.runtime.backends.packed.weights import describe
 from sequoia_plan.runtime.base.cache import round_up
@@ -134,7 +134,7 @@ class CompiledStep:
             if not self.target.reads_embeddings:
                 self.workers.run(*how, parts)
             else:  # the host reads them, and waits for weights
-                self.step.times[0] = time.monotonic()
+                self.step.times[0] = now()
                 self.workers.run(*how, parts & DRAFT)
                 is_finite = self.step.output[0]
                 if parts & TARGET:
@@ -153,7 +153,7 @@ class CompiledStep:
         embedded = self.target.embedded(reader.tokens[:size])
         reader.x[:, :size, : embedded.shape[1]] = embedded
         self.target.runner.run(self.cache, reader, size, 0, size)
-        self.step.times[len(tree.passes) + 1] = time.monotonic()
+        self.step.times[len(tree.passes) + 1] = now()
 
     def seconds(self, tree: Tree) -> list[float]:
         """Of the last step: of each draft pass with its draws, of the target's, and of the rest."""

@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
 from sequoia_plan.runtime.backends.packed.records import Record, compiled
+from sequoia_plan.runtime.backends.packed.system import sched_yield
 from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG, WORD, Emitter
 from sequoia_plan.runtime.base.vocabulary_loops import largest_of
 
@@ -93,9 +94,6 @@ def look_and_pause(context, address):
         return builder.load_atomic(pointer, "acquire", align=8)
 
     return types.int64(types.int64), codegen
-
-
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @compiled

@@ -61,6 +61,11 @@ class PackedFile(PackedBackend):
         """See `Backend`."""
         self.file.check_unchanged()
 
+    def forward(self, *arguments: Any) -> Any:
+        """See `Backend`. What was cut off the file would end the process with a signal."""
+        self.check()
+        return super().forward(*arguments)
+
 
 class StreamedFile(PackedBackend):
     """Runs the weights of a packed file, of which some layers are read in every pass.

@@ -1,6 +1,5 @@
 """Passes of packed layers: their workers, their cache, and memory for what is between."""
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
@@ -27,6 +26,7 @@ from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros
 from sequoia_plan.runtime.backends.packed.vectors import LANES
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
+from sequoia_plan.runtime.base.forks import renewed_in_forks
 from sequoia_plan.runtime.base.weight_stream import WeightStream
 
 NOTHING, NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
@@ -38,8 +38,10 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self.counter = aligned_zeros((COUNTER_WORDS,), np.int64)
-        self.lock = Lock()
-        self.process = 0  # the one that the pool's threads are in
+        renewed_in_forks(self)._at_fork_reinit()
+
+    def _at_fork_reinit(self) -> None:
+        self.lock, self.pool = Lock(), ThreadPoolExecutor(self.count)
 
     def __reduce__(self) -> Any:
         """For pickle and copies: threads of their own."""
@@ -47,8 +49,6 @@ class Workers:
 
     def run(self, function: Any, *arguments: Any) -> None:
         """Call a function once in each thread: with its number, their count, and `counter`."""
-        if self.process != os.getpid():  # a fork has none of its parent's threads
-            self.pool, self.process = ThreadPoolExecutor(self.count), os.getpid()
         self.counter[:] = 0
         address = self.counter.ctypes.data
         others: list[Future[None]] = []

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
-from numba import types
 
 from sequoia_plan.runtime.backends.packed.records import Record, compiled
+from sequoia_plan.runtime.backends.packed.system import now
 
 GREEDY, SEQUOIA, TRAVERSAL = range(3)
 C, E, PROB, SCALE = range(4)
 """The columns of `Step.residuals`: of R = max(p - c w - e, 0), a, and a / mass of R."""
 DRAFT, TARGET, VERIFY, ALL = 1, 2, 4, 7
 """The parts of a step that are run."""
-MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
-clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 
 
 class Eagle(Record):
@@ -51,9 +47,7 @@ class Step(Record):
 def note_time(worker, step, place):
     """Note the time, in seconds."""
     if worker == 0:
-        memory = np.empty(2, np.int64)
-        clock_gettime(MONOTONIC, memory.ctypes.data)
-        step.times[place] = memory[0] + 1e-9 * memory[1]
+        step.times[place] = now()
 
 
 @compiled
