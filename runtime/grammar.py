@@ -132,11 +132,10 @@ class Grammar:
         if self.thought is None:
             return tokens
         before = self.thought[-len(CLOSED) :]  # tokens may split it
-        if CLOSED not in self.tokenizer.decode([*before, *tokens]):
-            return None
-        counts = range(1, len(tokens) + 1)
-        is_closed = (CLOSED in self.tokenizer.decode([*before, *tokens[:n]]) for n in counts)
-        return tokens[list(is_closed).index(True) + 1 :]
+        for count in range(1, len(tokens) + 1):
+            if CLOSED in self.tokenizer.decode([*before, *tokens[:count]]):
+                return tokens[count:]
+        return None
 
 
 def _vocabulary_of(tokenizer: Any) -> Any:
