@@ -1,11 +1,13 @@
 """Reading files within limits, and writing files so that an old one is never lost."""
 
+import atexit
 import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,18 @@ def read_json(path: str | Path, expected: str) -> Any:
         return msgspec.json.decode(read_bytes(path, expected))
     except (ValueError, RecursionError) as error:
         raise SequoiaPlanError(f"{path}: not JSON ({error}); expected {expected}") from error
+
+
+def keep_compiled_code() -> None:
+    """Name a temporary folder for numba where it finds none, as it refuses to do without one."""
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    own = f"{os.path.dirname(__file__)}/__pycache__"
+    for folder in (os.environ.get("NUMBA_CACHE_DIR") or own, own, f"{user}/numba"):
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            return
+    os.environ["NUMBA_CACHE_DIR"] = temporary = tempfile.mkdtemp(prefix="sequoia-plan-")
+    atexit.register(shutil.rmtree, temporary, True)
+    if numba := sys.modules.get("numba"):
+        numba.config.CACHE_DIR = temporary

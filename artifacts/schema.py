@@ -64,7 +64,8 @@ class Artifact(Struct, frozen=True, repr_omit_defaults=True):
 def check_format(document: Any, name: str, version: int, place: str, made_by: str) -> None:
     """Refuse a document that does not name this format and version."""
     header = document if isinstance(document, Mapping) else {}
-    if (header.get("format"), header.get("version")) != (name, version):
+    # true and 1.0 are equal to 1
+    if repr((header.get("format"), header.get("version"))) != repr((name, version)):
         stated = "no format"
         if "format" in header:
             stated = f"format {header['format']!r:.40}, version {header.get('version')!r:.20}"

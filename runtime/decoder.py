@@ -26,11 +26,15 @@ from sequoia_plan.runtime.generation import (
     end_tokens,
     read_prompt,
     stop_criteria,
+    whole_number,
 )
 from sequoia_plan.runtime.grammar import Grammar
 from sequoia_plan.runtime.logits_processors import LogitsProcessors, split_at_warpers
 from sequoia_plan.runtime.pace import MAX_CONTEXTS, note_pace
 from sequoia_plan.runtime.session import Session
+
+SEEDS = (-(1 << 63), (1 << 64) - 1)
+"""The first and the last seed that PyTorch's generators take."""
 
 
 class SequoiaDecoder:
@@ -110,7 +114,7 @@ class SequoiaDecoder:
     def generate(
         self,
         input_ids: Any,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = 128,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
@@ -132,6 +136,8 @@ class SequoiaDecoder:
 
         Args:
             input_ids: token ids (int64 [n] or [1, n]), text, or what a tokenizer returns.
+            max_new_tokens: None: as many as the context has room for. 0 only reads the prompt, so
+                that a later text with `reuse_prefix` begins at once.
             temperature: 0 is greedy.
             top_p: nucleus filter on the target.
             seed: makes sampling repeatable; None draws one.
@@ -161,9 +167,10 @@ class SequoiaDecoder:
                 is invalid, memory is short, or a model's logits are not finite.
         """
         started = time.perf_counter()
-        if max_new_tokens < 1:
-            raise ArgumentError(f"max_new_tokens: found {max_new_tokens}, expected 1 or more")
         model, tokenizer = self.step.target, self.tokenizer
+        most = whole_number("max_new_tokens", max_new_tokens)
+        max_new_tokens = model.context if most is None else most
+        seed = whole_number("seed", seed, *SEEDS)
         if sampling is None:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
@@ -171,12 +178,12 @@ class SequoiaDecoder:
         ending = Ending(
             prompt_ids,
             max_tokens=max_new_tokens,
-            max_tokens_in_context=self.step.target.context - len(prompt_ids),
+            max_tokens_in_context=model.context - len(prompt_ids),
             end_tokens=end_tokens(eos_token_id, model, tokenizer),
             criteria=[*stop_criteria(stop_strings, tokenizer), *stopping_criteria],
         )
         new_ids: list[int] = []
-        num_steps, finish_reason = 0, ""
+        num_steps, finish_reason = 0, "" if max_new_tokens else "length"
         if streamer is not None:
             streamer.put(prompt[None].cpu())
         record = TokenRecord(sampling, logprobs, output_logits, output_scores)
@@ -188,6 +195,8 @@ class SequoiaDecoder:
             path_logits=path_logits, keeps_logits=bool(record.parts), reuse_prefix=reuse_prefix,
         )  # fmt: skip
         with closing(all_steps) as steps:
+            if finish_reason:  # no step: the prompt is read, and that is all
+                next(steps, None)
             while not finish_reason:
                 output = next(steps)
                 tokens, finish_reason = ending.cut(output.tokens)
@@ -238,6 +247,7 @@ class SequoiaDecoder:
         """`generate` for each prompt in turn; with a seed, prompt i gets seed + i."""
         if isinstance(prompts, str):  # an iterable of letters
             raise ArgumentError(f"prompts: found {prompts!r:.60}, expected a list of prompts")
+        seed = whole_number("seed", seed, *SEEDS)
         return [
             self.generate(prompt, seed=None if seed is None else seed + number, **settings)
             for number, prompt in enumerate(prompts)

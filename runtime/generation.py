@@ -3,6 +3,7 @@
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class Generation:
         logits: [new, vocabulary], the target's at each new token.
         scores: float32 [new, vocabulary], the same after processors, temperature and filters.
 
-    The last five are None unless they were asked for.
+    The last five are None unless they were asked for, and without new tokens.
     """
 
     sequences: Tensor
@@ -65,9 +66,7 @@ class TokenRecord:
     def __init__(
         self, sampling: Sampling, logprobs: int | None, output_logits: bool, output_scores: bool
     ) -> None:
-        if logprobs is not None and (isinstance(logprobs, bool) or logprobs < 0):
-            raise ArgumentError(f"logprobs: found {logprobs!r}, expected a count, or None")
-        self.sampling, self.num_top = sampling, logprobs
+        self.sampling, self.num_top = sampling, whole_number("logprobs", logprobs)
         names = [
             *(("logprobs", "top_logprobs", "top_tokens") if logprobs is not None else ()),
             *(("logits",) if output_logits else ()),
@@ -92,7 +91,7 @@ class TokenRecord:
 
     def tensors(self) -> dict[str, Tensor]:
         """What was asked for, by its name in `Generation`."""
-        return {name: torch.cat(parts) for name, parts in self.parts.items()}
+        return {name: torch.cat(parts) for name, parts in self.parts.items() if parts}
 
 
 class Ending:
@@ -133,6 +132,18 @@ class Ending:
                 if bool(torch.as_tensor(criterion(ids, None)).all()):
                     return "stop"
         return self.reason_at_max_length if len(self.sequence) >= self.max_length else ""
+
+
+def whole_number(name: str, value: Any, least: int = 0, most: int | None = None) -> int | None:
+    """A whole number or None, which each argument gives a meaning of its own."""
+    if value is None:
+        return None
+    with suppress(TypeError):
+        number = operator.index(value)
+        if not isinstance(value, bool) and least <= number <= (number if most is None else most):
+            return number
+    limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+    raise ArgumentError(f"{name}: found {value!r:.60}, expected a whole number {limits}, or None")
 
 
 def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = None) -> set[int]:

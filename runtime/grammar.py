@@ -15,14 +15,21 @@ from sequoia_plan.runtime.json_schema import LOOKAHEAD, refuse_unenforced
 
 _compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """xgrammar's compiler for each tokenizer; it has read the whole vocabulary."""
+MAX_BLANKS = 8
+"""Blanks in a row between parts of JSON, at most: a model may prefer them to going on."""
+OPENED, CLOSED = "<think>", "</think>"
+"""What a thought stands between; only texts after it follow a grammar."""
 
 
 class Grammar:
     """Lets through the tokens that continue a text of a grammar (see `PathProcessor`).
 
+    Where the prompt ends with `<think>`, the text of the grammar begins after `</think>`.
+
     Args:
         tokenizer: the target's.
-        json_schema: a JSON schema, as text or as a dictionary.
+        json_schema: a JSON schema, as text or as a dictionary. At most eight blanks stand together
+            between the parts of its texts.
         regex: a regular expression that the whole text matches.
         ebnf: a grammar in xgrammar's notation (GBNF), whose first rule is `root`.
 
@@ -61,7 +68,8 @@ class Grammar:
                 raise ValueError("a lookahead is not enforced")
             if tokenizer not in _compilers:
                 _compilers[tokenizer] = xgrammar.GrammarCompiler(_vocabulary_of(tokenizer))
-            self.compiled = getattr(_compilers[tokenizer], f"compile_{kind}")(text)
+            blanks = {"max_whitespace_cnt": MAX_BLANKS} if kind == "json_schema" else {}
+            self.compiled = getattr(_compilers[tokenizer], f"compile_{kind}")(text, **blanks)
         except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
             reason = re.sub(r"^\[.*?\] \S+: ", "", str(error).strip().splitlines()[-1])
             if isinstance(error, (LookupError, AttributeError)):
@@ -70,16 +78,22 @@ class Grammar:
                 f"{kind}: found {str(source).strip()[:60] or 'nothing'}: {reason}"
             ) from error
         self.xgrammar, self.vocabulary = xgrammar, self.compiled.tokenizer_info.vocab_size
+        self.tokenizer = tokenizer
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
         """See `PathProcessor`: `end_tokens` may end a whole text of the grammar."""
         ends = [token for token in end_tokens if token < self.vocabulary] or None
         self.matcher = self.xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
         self.masks: dict[Path, Tensor] = {}
+        self.thought: list[int] | None = None
+        if self.tokenizer.decode(prompt[-2 * len(OPENED) :]).rstrip().endswith(OPENED):
+            self.thought = []
 
     def commit(self, tokens: Sequence[int]) -> None:
         """See `PathProcessor`."""
-        for token in tokens:
+        answer = self._answer(tokens)
+        self.thought = [*(self.thought or ()), *tokens] if answer is None else None
+        for token in answer or ():
             if not self.matcher.is_terminated():
                 self.matcher.accept_token(token)
         self.masks = {}
@@ -100,18 +114,28 @@ class Grammar:
         A mask is made once a step, for the draft and the target.
         """
         if path not in self.masks:
-            num_accepted, matcher = 0, self.matcher
+            num_accepted, matcher, answer = 0, self.matcher, self._answer(path)
             mask = self.xgrammar.allocate_token_bitmask(1, self.vocabulary)
-            for token in path:
+            for token in answer or ():
                 if matcher.is_terminated() or not matcher.accept_token(token):
                     break
                 num_accepted += 1
-            if num_accepted == len(path) and not matcher.is_terminated():
+            if answer is not None and num_accepted == len(answer) and not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(mask)
             if num_accepted:
                 matcher.rollback(num_accepted)
             self.masks[path] = mask
         return self.masks[path]
+
+    def _answer(self, tokens: Sequence[int]) -> Sequence[int] | None:
+        """Those of the next tokens that follow the grammar; None while the thought goes on."""
+        if self.thought is None:
+            return tokens
+        before = self.thought[-len(CLOSED) :]  # tokens may split it
+        for count in range(1, len(tokens) + 1):
+            if CLOSED in self.tokenizer.decode([*before, *tokens[:count]]):
+                return tokens[count:]
+        return None
 
 
 def _vocabulary_of(tokenizer: Any) -> Any:

@@ -1,6 +1,6 @@
 """Whether the machine keeps to the times of a tree's plan."""
 
-import warnings
+import logging
 from statistics import median
 
 STEPS = 100
@@ -25,9 +25,8 @@ def note_pace(ratios: list[float], ratio: float) -> None:
     if middle <= TOLERANCE:
         ratios.clear()
         return
-    warnings.warn(
+    logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
         f"steps take {middle:.2f} times as long as the tree's plan says (median of {STEPS}): this "
         "machine is slower than the profiled one, or busy; for a tree that suits it: sequoia-plan "
-        "profile, then sequoia-plan solve",
-        stacklevel=2,
+        "profile, then sequoia-plan solve"
     )

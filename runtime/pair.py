@@ -23,7 +23,7 @@ from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.models.architecture import context_length, rope_reason
 from sequoia_plan.runtime.models.dtype import resolve_dtype
 from sequoia_plan.runtime.models.gguf import is_gguf
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
+from sequoia_plan.runtime.models.loaded_model import NOT_CUT, LoadedModel
 from sequoia_plan.runtime.models.pretrained import find_model, name_of
 from sequoia_plan.runtime.models.vocabulary import common_tokens, shared_vocabulary
 from sequoia_plan.runtime.offload.weight_file import OnBytes
@@ -144,7 +144,9 @@ def load_pair(
         how = str(model.metadata()["placement"])
     pair = Pair(model, None, model.tokenizer, {}, how, _remarks(model))
     pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
-    if draft_vocabulary and isinstance(pair.draft, LoadedModel):
+    if draft_vocabulary:
+        if not isinstance(pair.draft, LoadedModel):
+            raise ArgumentError(f"draft vocabulary {draft_vocabulary}: {NOT_CUT}")
         pair.draft.cut_vocabulary(_tokens_of(draft_vocabulary, pair.target))
         tokens = f"{pair.draft.vocabulary} tokens of {name_of(draft_vocabulary)}"
         pair.metadata["draft"]["vocabulary"] = tokens

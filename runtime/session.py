@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.generation import Generation, read_prompt
+from sequoia_plan.runtime.generation import Generation, read_prompt, whole_number
 
 
 class Session:
@@ -24,7 +23,7 @@ class Session:
             prompt = tokenizer(prompt, add_special_tokens=False)  # it begins no text
         self.ids += read_prompt(prompt, tokenizer, None, self.decoder.step.target).tolist()
 
-    def generate(self, max_new_tokens: int = 128, **settings: Any) -> Generation:
+    def generate(self, max_new_tokens: int | None = 128, **settings: Any) -> Generation:
         """Continue the text; `settings` are those of `SequoiaDecoder.generate`."""
         result = self.decoder.generate(self.ids, max_new_tokens, reuse_prefix=True, **settings)
         self.ids = result.sequences[0].tolist()
@@ -32,6 +31,5 @@ class Session:
 
     def rewind(self, num_tokens: int) -> None:
         """Take the last tokens back."""
-        if not 0 <= num_tokens <= len(self.ids):
-            raise ArgumentError(f"num_tokens: found {num_tokens!r}, expected 0 to {len(self.ids)}")
-        del self.ids[len(self.ids) - num_tokens :]
+        count = whole_number("num_tokens", num_tokens, 0, len(self.ids)) or 0
+        del self.ids[len(self.ids) - count :]

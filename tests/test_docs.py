@@ -254,7 +254,10 @@ WITH_SNIPPETS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=[page.name for page in WITH_SNIPPETS])
 def test_snippets_run(page, folder, pair, monkeypatch, capsys):
-    """All blocks of a page one after the other, with the embedded pair."""
+    """All blocks of a page one after the other, with the embedded pair.
+
+    A comment after `print` is what it prints.
+    """
     from sequoia_plan.runtime import load_pair
 
     monkeypatch.setattr(
@@ -264,7 +267,9 @@ def test_snippets_run(page, folder, pair, monkeypatch, capsys):
     names = {}
     for snippet in snippets(page.read_text()):
         exec(snippet, names)
-        assert capsys.readouterr().out.strip(), snippet  # every snippet shows something
+        out = capsys.readouterr().out
+        assert out.strip(), snippet  # every snippet shows something
+        assert missing_lines(re.findall(r"^print\(.*\)  # (.+)", snippet, re.M), out) == []
 
 
 @pytest.mark.slow

@@ -246,6 +246,20 @@ def test_tokenizers_are_compared_token_by_token(target, draft):
         SequoiaDecoder(target, draft, TREE, tokenizer=words(), draft_tokenizer=other)
 
 
+UNUSED = ["[PAD11]", "<unused_0>", "<|dummy_0|>", "<|reserved_special_token_247|>", "<SPECIAL_9>"]
+
+
+@pytest.mark.parametrize("name", [*UNUSED, "<tool_call>", "<|fim_pad|>", "pad", "extra"])
+def test_names_of_unused_tokens_may_differ(name):
+    """What a text may have may not, even where one of the two is unused."""
+    first, second = words({"bb": "<|extra_7|>"}), words({"bb": name})
+    if name in UNUSED:
+        assert check_tokenizers(first, second) == check_tokenizers(second, first) == VOCABULARY
+    else:
+        with pytest.raises(SequoiaPlanError, match="differs from the target's at token 11"):
+            check_tokenizers(first, second)
+
+
 def resized(model, size):
     """The model with padding rows, or with its last rows cut off, as published checkpoints of one
     family differ."""

@@ -1,5 +1,6 @@
 """The one place that renders errors: a line on stderr, and exit code 2 for wrong usage, else 1."""
 
+import errno
 import os
 import signal
 import sys
@@ -46,7 +47,8 @@ class CommandGroup(click.Group):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if not isinstance(error, BrokenPipeError):  # a reader that closed the pipe is no error
                 text = f"{error.filename or 'output'}: {error.strerror or error}"
-                click.echo(f"Error: {text}; free some space, or name another file", err=True)
+                advice = "free some space, or " * (error.errno == errno.ENOSPC)
+                click.echo(f"Error: {text}; {advice}name another file", err=True)
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -56,6 +58,8 @@ class CommandGroup(click.Group):
         except (click.ClickException, click.Abort, click.exceptions.Exit, OSError):
             raise  # click renders its own, and `main` those of files
         except Exception as error:
+            if "no compiled object yet" in str(error):  # a signal came, and numba lost it
+                raise click.Abort from error
             click.echo(f"Error: {printable(_text(error, ctx))}", err=True)
             ctx.exit(getattr(error, "exit_code", 1))
 

@@ -9,6 +9,9 @@ import math
 import numpy as np
 from numba import njit
 
+from sequoia_plan.artifacts.files import keep_compiled_code
+
+keep_compiled_code()
 compiled = njit(
     cache=True,
     nogil=True,

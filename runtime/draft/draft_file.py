@@ -151,8 +151,8 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise SequoiaPlanError(f"{path}: not a readable safetensors file ({error})") from error
-    expected = {"format": FORMAT, "version": VERSION}
-    is_draft = isinstance(header, dict) and expected.items() <= header.items()
+    header = header if isinstance(header, dict) else {}
+    is_draft = repr([header.get("format"), header.get("version")]) == repr([FORMAT, VERSION])
     if not is_draft or not isinstance(header.get("config"), dict):
         raise SequoiaPlanError(
             f"{path}: not a draft (expected safetensors of format {FORMAT}, version {VERSION}); "

@@ -4,6 +4,7 @@ The package gguf reads a vocabulary entry by entry, which takes seconds.
 """
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,15 @@ NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """By a value's type in a file: its form for `struct`."""
 STRING, ARRAY = 8, 9
 SPLIT_COUNT = "split.count"
+
+FOREIGN = (
+    "4 Q4_2, 5 Q4_3, 31 Q4_0_4_4, 32 Q4_0_4_8, 33 Q4_0_8_8, 37 IQ4_NL_4_8, 38 IQ4_NL_8_8: that "
+    "llama.cpp had before; 36 I2_S: of BitNet's llama.cpp; 133 Q6_0, 134 IQ1_BN, 135 IQ2_BN, "
+    "137 IQ2_K, 138 IQ3_K, 139 IQ4_K, 140 IQ5_K, 141 IQ6_K, 144 IQ4_KS, 145 IQ2_KS, 146 IQ4_KSS, "
+    "152 IQ5_KS, 153 IQ2_KT, 154 IQ3_KT, 155 IQ4_KT, 156 IQ3_KS, 157 IQ2_KL, 158 IQ1_KT: of "
+    "ik_llama.cpp"
+)
+"""Types of tensors that llama.cpp does not have, with what has them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Read a file's metadata and the places of its tensors.
 
     Raises:
-        SequoiaPlanError: if it is no whole GGUF file, or a part of a split one.
+        SequoiaPlanError: if it is no whole GGUF file, a part of a split one, or not read.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # of the extra gguf
 
@@ -79,16 +89,26 @@ def read_gguf(path: Path) -> GgufFile:
             raise ValueError("its metadata has no general.architecture")
         alignment = int(metadata.get("general.alignment", 32))
         start, tensors = -(-reader.place // alignment) * alignment, {}
+        names = {name for name, *_ in entries}
         for name, shape, kind, offset in entries:
             if kind not in set(GGMLQuantizationType):
-                raise ValueError(f"tensor {name} has ggml's type {kind}, which is not known")
+                raise _not_read(path, name, kind)
             format = GGMLQuantizationType(kind)
             block_size, block_bytes = GGML_QUANT_SIZES[format]
+            if shape[-1] % block_size:
+                raise ValueError(
+                    f"tensor {name} has rows of {shape[-1]} numbers in {format.name}, expected a "
+                    f"multiple of {block_size}"
+                )
             row_bytes = shape[-1] // block_size * block_bytes
             first, count = start + offset, math.prod(shape[:-1])
             if first + count * row_bytes > len(reader.view):
                 raise ValueError(f"it ends at {len(reader.view)} bytes, inside tensor {name}")
             tensors[name] = GgufTensor(path, format.name, shape, first, row_bytes)
+            if format.name == "NVFP4" and (scale := name.replace(".weight", ".scale")) in names:
+                raise _not_read(path, name, kind, f"NVFP4 with the tensor {scale}")
+    except SequoiaPlanError:
+        raise
     except Exception as error:  # a damaged file may say anything
         raise SequoiaPlanError(f"{path}: no whole GGUF file ({error}); get it again") from error
     if (count := metadata.get(SPLIT_COUNT, 1)) > 1:
@@ -97,6 +117,16 @@ def read_gguf(path: Path) -> GgufFile:
             f"{path.name} merged.gguf"
         )
     return GgufFile(path, metadata, tensors)
+
+
+def _not_read(path: Path, name: str, kind: int, text: str = "") -> SequoiaPlanError:
+    """The error for a tensor of a type that is not read."""
+    if match := re.search(rf"\b{kind} (\w+)[^:]*:([^;]+)", FOREIGN):
+        text = "".join(match.groups())
+    return SequoiaPlanError(
+        f"{path}: tensor {name} has ggml's type {kind} ({text or 'of a fork, or too new'}), which "
+        "is not read; take a file in another format, as Q4_K_M of llama.cpp's llama-quantize"
+    )
 
 
 class _Reader:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.base.masks import causal_mask, mask_as_dtype, windowed_mask
 from sequoia_plan.runtime.base.weight_stream import WeightStream
@@ -31,6 +31,10 @@ STREAMED_PREFILL_CHUNK = 1024
 PREFILL_MULTIPLES = {"cpu": (1, 1), "cuda": (64, 512)}
 """On CUDA, a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels
 are chosen once."""
+NOT_CUT = (
+    "this draft is none that can be cut; expected a language model whose pass is compiled on a CPU "
+    "(as a GGUF file's); leave --draft-vocabulary out"
+)
 
 ChunkCallback = Callable[[Tensor, int, Tensor], None]
 """(slots, extent, aux hidden states) of a part of the prompt that the model has read."""
@@ -109,9 +113,7 @@ class Backend(Protocol):
 
     def keep_logits(self, tokens: Tensor) -> None:
         """Compute the logits of these tokens (int64 [n]) alone, in this order."""
-        raise SequoiaPlanError(
-            "draft vocabulary: only a draft whose pass is compiled is cut; use --device cpu"
-        )
+        raise ArgumentError(f"draft vocabulary: {NOT_CUT}")
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes over a tree of so many tokens read no keys after the tree, at any extent?"""
@@ -226,7 +228,7 @@ class LoadedModel:
         )
 
     def cut_vocabulary(self, d2t: Tensor) -> None:
-        """As a draft, propose of its tokens these alone (int64 [n]); SequoiaPlanError if not."""
+        """As a draft, propose of its tokens these alone (int64 [n]); ArgumentError if not."""
         own = torch.arange(self.vocabulary) if self.d2t is None else self.d2t
         kept = torch.isin(own, d2t).nonzero().flatten()
         self.backend.keep_logits(kept)

@@ -1,5 +1,6 @@
 """Which tokens a target and a draft have in common."""
 
+import re
 from typing import Any
 
 import torch
@@ -9,9 +10,14 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.architecture import text_config
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
+PLACEHOLDER = re.compile(
+    r"\W*(pad|unused|dummy|reserved|placeholder|extra|special)(_?[a-z]+)*_?\d+\W*", re.IGNORECASE
+)
+"""Names of tokens that no text has, as [PAD151646], <unused_0>, <|dummy_0|>."""
+
 
 def check_tokenizers(target: Any, draft: Any) -> int:
-    """Compare two tokenizers token by token."""
+    """Compare two tokenizers token by token; placeholders, which no text has, may differ."""
     target_tokens, draft_tokens = (
         {number: token for token, number in tokenizer.get_vocab().items()}
         for tokenizer in (target, draft)
@@ -19,7 +25,9 @@ def check_tokenizers(target: Any, draft: Any) -> int:
     common_size = min(max(target_tokens), max(draft_tokens)) + 1
     for number in range(common_size):
         target_token, draft_token = target_tokens.get(number), draft_tokens.get(number)
-        if target_token != draft_token:
+        if target_token != draft_token and not all(
+            token is None or PLACEHOLDER.fullmatch(token) for token in (target_token, draft_token)
+        ):
             raise SequoiaPlanError(
                 f"draft: its tokenizer differs from the target's at token {number} "
                 f"(target {_quoted(target_token)}, draft {_quoted(draft_token)}); "

@@ -1,5 +1,6 @@
 """The files of weights in the cache: found, or made on first use by one process at a time."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,23 +22,30 @@ from sequoia_plan.runtime.offload.weight_file import (
     write_weights,
 )
 
+MAX_NAME_BYTES = 100
+"""Of a model's name in that of its file; file systems take 255 in all."""
+OTHER_FOLDER = "set SEQUOIA_PLAN_CACHE to another folder, which can be written"
+
 
 def cached_weights(
     name: str,
+    ending: str,
     files: Sequence[Path],
     plan: Callable[[], tuple[WeightLayout, Fill]],
     on_bytes: OnBytes = lambda done, total: None,
 ) -> WeightFile:
     """The file of weights that were made from `files`, in the cache; it is written on first use.
 
-    In its name, a hash of samples of the files takes the place of {}. If the system says that they
-    were touched since, their whole content is compared. `plan` gives the layout, and what fills it.
+    Its name begins with the begin of `name`, and has a hash of samples of the files. If the system
+    says that they were touched since, their whole content is compared. `plan` gives the layout, and
+    what fills it.
 
     Raises:
         SequoiaPlanError: if it cannot be written.
     """
     source, content = fingerprint(files), ""
-    path = cache_folder() / name.format(source.fingerprint)
+    start = os.fsencode(name)[:MAX_NAME_BYTES].decode(errors="ignore")
+    path = cache_folder() / f"{start}-{source.fingerprint}-{ending}"
     for is_locked in (False, True):
         with _errors_of(path), ExitStack() as stack:
             if is_locked:
@@ -65,12 +73,15 @@ def cache_folder() -> Path:
     """The folder of weights: $SEQUOIA_PLAN_CACHE, else in the user's cache folder."""
     if chosen_folder := os.environ.get("SEQUOIA_PLAN_CACHE"):
         return Path(chosen_folder)
-    own = {
-        "win32": os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local"),
-        "darwin": Path.home() / "Library/Caches",
-    }
-    others = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(own.get(sys.platform, others)) / "sequoia-plan"
+    variable, own = {
+        "win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches"),
+    }.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))  # fmt: skip
+    try:
+        return Path(os.environ.get(variable) or Path.home() / own) / "sequoia-plan"
+    except RuntimeError as error:
+        raise SequoiaPlanError(
+            f"cache of weights: this user has no home; {OTHER_FOLDER}"
+        ) from error
 
 
 @contextmanager
@@ -79,7 +90,10 @@ def _errors_of(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SequoiaPlanError(
-            f"{path}: cannot be written ({error.strerror or error}); it takes as much room as the "
-            "weights: free some, or set SEQUOIA_PLAN_CACHE to another folder"
-        ) from error
+        reason, advice = error.strerror, OTHER_FOLDER
+        place = next(parent for parent in path.parents if os.path.lexists(parent))
+        if not place.is_dir():
+            reason = f"{place} is a {'file' if place.exists() else 'link that leads nowhere'}"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = f"it takes as much room as the weights: free some, or {advice}"
+        raise SequoiaPlanError(f"{path}: cannot be written ({reason}); {advice}") from error

@@ -95,7 +95,10 @@ def int32(*values):
         (dict(parents=int32(-1, 0, 2, 1)), r"parents\[2\] is 2"),
         (dict(parents=None), r"parents: expected a tensor I32 \[nodes\]"),
         (dict(ranks=None), "ranks contradicts parents; solve again"),
-        (dict(header=HEADER | {"version": 3}), "version 3, expected sequoia-plan-tree, version 1"),
+        *(
+            (dict(header=HEADER | {"version": x}), f"version {x}, expected .*-tree, version 1")
+            for x in (3, True, 1.0)
+        ),
         (
             dict(header=HEADER | {"by_match": []}),
             "version 1, expected sequoia-plan-tree, version 2",

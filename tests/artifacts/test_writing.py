@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import SequoiaPlanError, TokenTree, files, load_tree, save_tree
 from sequoia_plan.artifacts.files import read_bytes, write_atomically
 
 OLD = TokenTree.chain(2)
@@ -87,3 +87,17 @@ def test_permissions_stay(tmp_path):
             assert stat.S_IMODE(path.stat().st_mode) == mode
     finally:
         os.umask(mask)
+
+
+def test_numba_gets_a_temporary_folder_where_it_finds_no_other(monkeypatch):
+    """As of a user without a home, whose installation cannot be written; without it, it refuses."""
+    numba, names = pytest.importorskip("numba"), {}
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    for variable in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
+        monkeypatch.setenv(variable, "/proc/self/nowhere")
+    exec(compile("def next(x): return x + 1", "/proc/self/status", "exec"), names)
+    with pytest.raises(RuntimeError, match="no locator"):
+        numba.njit(cache=True)(names["next"])
+    monkeypatch.setattr(files, "__file__", "/proc/self/nowhere/files.py")
+    files.keep_compiled_code()
+    assert numba.njit(cache=True)(names["next"])(1) == 2

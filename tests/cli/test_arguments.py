@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 
@@ -40,7 +41,11 @@ def test_what_a_decoder_is_made_of(models, changes, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(max_new_tokens=0), ArgumentError, "max_new_tokens: found 0, expected 1 or more"),
+        *(
+            ({name: value}, ArgumentError, f"{name}: found {value!r}, expected a whole number")
+            for name in ("max_new_tokens", "seed", "logprobs")
+            for value in (2.5, "3", True, -(2**70))
+        ),
         (dict(eos_token_id="</s>"), TypeError, "'str' object cannot be interpreted"),
         (dict(stop_strings=[5]), ArgumentError, "stop_strings: found .5., expected text, or"),
         (dict(input_ids=None), ArgumentError, "input_ids: found None, expected text or token ids"),
@@ -57,6 +62,31 @@ def test_what_a_decoder_is_made_of(models, changes, message):
 def test_arguments_of_generate(decoder, arguments, error, message):
     with pytest.raises(error, match=message):
         decoder.generate(**(dict(input_ids=IDS, max_new_tokens=4) | arguments))
+
+
+def test_without_a_limit_a_text_fills_the_context(decoder):
+    result = decoder.generate(IDS, None, eos_token_id=())
+    assert result.sequences.shape[1] == decoder.step.target.context
+    assert result.finish_reason == "context"
+
+
+@pytest.mark.parametrize("reuse_prefix", [True, False])
+def test_no_new_tokens_reads_the_prompt_alone(decoder, monkeypatch, reuse_prefix):
+    """The next text goes on from there; without `reuse_prefix`, it reads everything again."""
+    expected = decoder.generate(IDS, 8).sequences
+    decoder.step.sequence.forget()
+    empty = decoder.generate(IDS, 0, logprobs=1)
+    assert (empty.new_tokens, empty.steps, empty.finish_reason) == (0, 0, "length")
+    assert empty.sequences.tolist() == IDS.tolist() and empty.logprobs is None
+    starts, prefill = [], LoadedModel.prefill
+
+    def spy(self, cache, tokens, on_chunk=None, start=0, hidden_states=()):
+        starts.append(start)
+        prefill(self, cache, tokens, on_chunk, start, hidden_states)
+
+    monkeypatch.setattr(LoadedModel, "prefill", spy)
+    assert decoder.generate(IDS, 8, reuse_prefix=reuse_prefix).sequences.equal(expected)
+    assert max(starts) == reuse_prefix * (IDS.numel() - 1)
 
 
 def test_several_prompts_are_a_list(decoder):

@@ -4,10 +4,12 @@ disks. Each ends in one clear line, and nothing is lost."""
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from commands import refused
 
+from sequoia_plan.planner.cli import main
 from sequoia_plan.planner.cli.terminal import printable
 
 
@@ -16,6 +18,19 @@ def test_a_full_disk_behind_stdout(run, tmp_path):
     result = shell("$S show > /dev/full", tmp_path)
     message = b"output: No space left on device; free some space, or name another file"
     assert (result.returncode, result.stderr) == (1, b"Error: " + message + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no compiled object yet for <Library 'f'>"), "Aborted!"),
+        (PermissionError(13, "Permission denied", "f"), "f: Permission denied; name another file"),
+    ],
+)
+def test_a_signal_that_numba_lost_and_a_disk_that_has_room(run, monkeypatch, error, said):
+    """numba compiles in a callback, which drops the exception of a signal's handler."""
+    monkeypatch.setattr(main.commands["show"], "callback", Mock(side_effect=error))
+    refused(run("show"), 1, said)
 
 
 @pytest.mark.slow

@@ -9,12 +9,16 @@ from types import SimpleNamespace
 
 import click
 import pytest
+import torch
 from architectures import tiny
+from bench_results import figures_of
 from commands import LATENCY, call
 
 from sequoia_plan.artifacts import Acceptance, Counts, Profile, SequoiaPlanError
+from sequoia_plan.artifacts.bench_result import Breakdown
 from sequoia_plan.artifacts.counts import ClassCounts
 from sequoia_plan.planner.cli import decoding, exchange, main, profiling
+from sequoia_plan.runtime.pair import DEFAULT_DRAFT, load_pair
 
 PROFILE = Profile(
     Acceptance.counted(Counts([[400]], [[[180, 40]]])),
@@ -34,7 +38,7 @@ MODES = {
     "draft": "export --format draft --draft smollm2-135m-draft -o made",
     "target": "export --format target -o made",
     "import": "import n.json -o made",
-    "generate": "generate --tree t",
+    "generate": "generate --tree t --max-new-tokens 8",
     "bench": "bench --tree t --prompts p.txt",
     "profile": "profile --prompts p.txt -o made",
     "vllm": "diagnose vllm --target model --speculative-config {} --python /no/such",
@@ -54,7 +58,7 @@ def files(tmp_path_factory):
         PROFILE.save("profile.yaml")
         (folder / "p.json").write_text("[0.5, 0.2]")
         (folder / "n.json").write_text('{"0": ["1", "2"], "1": ["3"]}')
-        (folder / "p.txt").write_text("What is rain?")
+        (folder / "p.txt").write_text("\n\n".join(f"What is {n}?" for n in range(6)))
         assert call(*MODES["solve"][:-1], "t").exit_code == 0
     return folder
 
@@ -150,8 +154,12 @@ WITHOUT_EFFECT = {
     ("tokens", "objective"),  # it is the default there
 }
 """Options that change nothing here, and may."""
-NEED_MODELS = {"generate", "bench", "profile", "llamacpp", "vllm", "url"}
+NEED_MODELS = {"profile", "llamacpp", "vllm", "url"}
 """Ways that end before they use all options, for want of a model or a server."""
+REAL = {"generate", "bench"}
+VALUES = {"temperature": "9", "top_p": "0.01", "rare_settings": "top_k=1", "regex": "[0-9]+",
+          "draft_vocabulary": DEFAULT_DRAFT}  # fmt: skip
+"""Right values of options, whose effect is seen."""
 
 
 def effective(parameter):
@@ -160,17 +168,47 @@ def effective(parameter):
         return [(parameter.secondary_opts or parameter.opts)[0]]
     if isinstance(parameter.type, click.Choice):
         return [parameter.opts[0], parameter.type.choices[-1]]
+    if parameter.name in VALUES:
+        return [parameter.opts[0], VALUES[parameter.name]]
     if parameter.type.name in ("name", "path"):
         return [parameter.opts[0], "/no/such/new.svg"]
     return [parameter.opts[0], '{"no": 1}' if parameter.metavar == "JSON" else "2"]
 
 
-@pytest.mark.parametrize("mode", sorted(MODES.keys() - NEED_MODELS))
-def test_no_option_is_ignored(here, mode):
+@pytest.fixture
+def real(pair, monkeypatch):
+    """The real pair where it is asked for; what is loaded, and what bench is to do, is said."""
+
+    def load(**models):
+        is_default = set(models.values()) <= {None, "auto"}
+        models["device"] = models["device"] or "cpu"
+        models["dtype"] = models["dtype"].replace("auto", "float32")
+        loaded = pair if is_default else load_pair(**models)
+        click.echo(f"{loaded.metadata} {loaded.placement} {torch.get_num_threads()}", err=True)
+        torch.set_num_threads(1)
+        return loaded
+
+    def compare(pair, load_pair, tree, trees, *work, journal, kinds):
+        click.echo(f"{load_pair.keywords} {work[:-1]}", err=True)
+        return figures_of(tree, sequoia=2.0)
+
+    monkeypatch.setattr(decoding, "load_pair", load)
+    monkeypatch.setattr("sequoia_plan.profiler.bench.compare", compare)
+    parts = dict.fromkeys(Breakdown.__struct_fields__, 0.0)
+    monkeypatch.setattr("sequoia_plan.profiler.breakdown.breakdown", lambda *_: parts)
+
+
+@pytest.mark.parametrize("mode", [
+    pytest.param(mode, marks=[pytest.mark.slow] * (mode in REAL))
+    for mode in sorted(MODES.keys() - NEED_MODELS)
+])  # fmt: skip
+def test_no_option_is_ignored(here, mode, request):
     """Each option of each way through a command changes what happens, or is refused."""
     words = [*MODES[mode]]
+    if mode in REAL:
+        request.getfixturevalue("real")
     plain = outcome(here, words)
-    assert plain == outcome(here, words)
+    assert plain == outcome(here, words) and plain[0] == (mode in ("draft", "target"))
     for option in command_of(words).params:
         if isinstance(option, click.Option) and not set(option.opts) & set(words):
             changed = outcome(here, [*words, *effective(option)])
@@ -183,7 +221,7 @@ def outcome(folder, words):
     written = (folder / "made").read_bytes() if (folder / "made").is_file() else b""
     shutil.rmtree(folder / "made", ignore_errors=True)
     (folder / "made").unlink(missing_ok=True)
-    said = re.sub(r"[0-9.]+ s\b|seconds\S+ [0-9.e-]+", "", result.stdout + result.stderr)
+    said = re.sub(r"[0-9.]+ (tokens/)?s\b|seconds\S+ [0-9.e-]+", "", result.stdout + result.stderr)
     return result.exit_code, said, written
 
 

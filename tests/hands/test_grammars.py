@@ -1,18 +1,20 @@
 """Grammars: control tokens, vocabularies of other sizes than the head, what is not enforced."""
 
 import json
+import re
 
 import pytest
 import torch
 import transformers as hf
 from commands import call, succeed
 
-from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime import Grammar
+from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.runtime import Grammar, SequoiaDecoder, grammar
 
 xgrammar = pytest.importorskip("xgrammar")
 from xgrammar.testing import _is_grammar_accept_string as accepts  # noqa: E402
 
+CHAIN = TokenTree.chain(4)
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 REFUSED = [  # what is named, a schema, and a text of xgrammar's that it forbids
     ("minimum without a type", {"minimum": 5}, 4),
@@ -140,3 +142,44 @@ def test_a_vocabulary_may_be_longer_than_the_head_or_have_gaps(width):
     grammar = Grammar(small_tokenizer(vocabulary), regex="[abc]+")
     expected = {number for text, number in vocabulary.items() if text in "abc" and number < width}
     assert allowed(grammar, width, [0]) == expected
+
+
+@pytest.mark.parametrize("most", [8, None])
+def test_a_model_that_prefers_blanks_writes_json_all_the_same(most, pair, monkeypatch):
+    """A processor puts blanks first; without a limit, xgrammar lets them go on for ever."""
+    monkeypatch.setattr(grammar, "MAX_BLANKS", most)
+    blanks = [pair.tokenizer.convert_tokens_to_ids(token) for token in ("\u010a", "\u0120")]
+
+    def prefer_blanks(ids, scores):
+        return scores.index_add(1, torch.tensor(blanks), torch.full((len(ids), 2), 1e4))
+
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    decoder = SequoiaDecoder(pair.target, pair.draft, CHAIN, tokenizer=pair.tokenizer)
+    constraint = Grammar(pair.tokenizer, json_schema=schema)
+    text = decoder.generate("A:", 60, constraint=constraint, logits_processor=[prefer_blanks]).text
+    longest = max(map(len, re.findall(r"\s+", text)))
+    if most is None:
+        assert longest > 40 and text.endswith("\n")
+    else:
+        assert json.loads(text) == {"a": 1} and longest == most
+
+
+@pytest.mark.parametrize("end", ["<think>\n", "<think>\n\n</think>\n\n", "<no>\n"])
+def test_a_grammar_begins_after_the_thought_that_a_prompt_opens(end, pair):
+    """A processor dictates a thought; steps hold its end and the answer's begin."""
+    prompt, thought = f"Which number?{end}", "So: 7.\n</think>" if end == "<think>\n" else ""
+    script = pair.tokenizer(prompt + thought)["input_ids"]
+    steps, texts = [], []
+
+    def dictate(ids, scores):
+        dictated = script[ids.shape[1] : ids.shape[1] + 1]
+        return scores.index_fill(1, torch.tensor(dictated, dtype=int), 1e4)
+
+    for tree in (TokenTree.chain(1), CHAIN):
+        decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
+        constraint = Grammar(pair.tokenizer, regex="[0-9]{4}")
+        result = decoder.generate(prompt, constraint=constraint, logits_processor=[dictate])
+        steps.append(result.steps), texts.append(result.text)
+    assert texts[0] == texts[1] and re.fullmatch(re.escape(thought) + "[0-9]{4}", texts[0])
+    assert steps[1] < steps[0]

@@ -182,7 +182,21 @@ def test_no_room_and_no_folder(path, model, tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.glob("cache/.m-*unfinished"))
     assert is_right(load(path), model)
-    for folder in (path, "/proc/self/nowhere"):
-        monkeypatch.setenv("SEQUOIA_PLAN_CACHE", folder)
-        with pytest.raises(SequoiaPlanError, match=r"cannot be written .*SEQUOIA_PLAN_CACHE"):
+    (link := tmp_path / "link").symlink_to("nowhere")
+    for folder, reason in (
+        (path, "m.gguf is a file"),
+        (link / "below", "link is a link that leads nowhere"),
+        ("/proc/self/nowhere", "No such file or directory"),
+    ):
+        monkeypatch.setenv("SEQUOIA_PLAN_CACHE", str(folder))
+        with pytest.raises(SequoiaPlanError, match=rf"{reason}\); set SEQUOIA_PLAN_CACHE to"):
             load(path)
+
+
+@pytest.mark.parametrize("name", ["{} {0} {x} {", "n" * 240, "ä" * 120])
+def test_any_name_of_a_model_names_its_packed_file(name, path, model, tmp_path):
+    renamed = str(Path(path).rename(tmp_path / f"{name}.gguf"))
+    for _ in range(2):
+        assert is_right(load(renamed), model)
+        [file] = tmp_path.glob("cache/*.packed")
+        assert file.name.startswith(name[:9])

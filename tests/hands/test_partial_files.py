@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime import load_pair
 from sequoia_plan.runtime.models.gguf import transformers_name
+from sequoia_plan.runtime.models.gguf_file import read_gguf
 from sequoia_plan.runtime.models.pretrained import load_module
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -109,7 +110,10 @@ BROKEN = {
     "a text without end": (with_number(b"ggml.model", 4), "it ends at"),
     "metadata without end": (with_number(b"GGUF", 12), "it ends at"),
     "a value of no type": (with_number(b"ggml.model", 0, 99, "<I"), "unknown type 99"),
-    "a tensor of no type": (with_number(b"output_norm.weight", 12, 99, "<I"), "ggml's type 99"),
+    "a row of half a block": (
+        with_number(b"token_embd.weight", 20, 12, "<I"),
+        "token_embd.weight has rows of 64 numbers in Q4_K, expected a multiple of 256",
+    ),
 }
 
 
@@ -120,6 +124,25 @@ def test_what_is_no_whole_gguf_file(model, tmp_path, name):
     (tmp_path / "m.gguf").write_bytes(change((tmp_path / "m.gguf").read_bytes()))
     with pytest.raises(SequoiaPlanError, match=rf"m\.gguf: no whole .*{message}.*get it again"):
         load_pair(str(tmp_path / "m.gguf"), "none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(4, "Q4_2 that llama.cpp had before"), (156, "IQ3_KS of ik_llama.cpp"), (99, "of a fork, or"),
+     (40, "NVFP4 with the tensor blk.0.ffn_up.scale")],
+)  # fmt: skip
+def test_types_of_tensors_that_are_not_read_say_where_they_come_from(model, tmp_path, kind, text):
+    """Without its scale, an NVFP4 matrix is taken for one."""
+    for scales in ({"blk.0.ffn_up.scale": np.ones(1, np.float32)}, {}):
+        path = write_gguf(tmp_path / "m.gguf", model, tensors=scales)
+        change = with_number(b"blk.0.ffn_up.weight", 20, kind, "<I")
+        (tmp_path / "m.gguf").write_bytes(change((tmp_path / "m.gguf").read_bytes()))
+        if kind == 40 and not scales:
+            assert read_gguf(tmp_path / "m.gguf").tensors["blk.0.ffn_up.weight"].format == "NVFP4"
+            continue
+        message = rf"tensor blk.0.ffn_up.weight has ggml's type {kind} \({text}.*not read; take a"
+        with pytest.raises(SequoiaPlanError, match=message):
+            load_pair(path, "none")
 
 
 @pytest.mark.parametrize("seed", range(4))

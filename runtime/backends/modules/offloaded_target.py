@@ -166,7 +166,7 @@ class OffloadedTarget:
                 scratch = stack.enter_context(TemporaryDirectory(dir=cache_folder()))
                 return layout, self._filler(dtype, scratch)
 
-            return cached_weights(f"{files.path.stem}-{{}}-{kind}.weights", sources, plan)
+            return cached_weights(files.path.stem, f"{kind}.weights", sources, plan)
 
     def _filler(self, dtype: torch.dtype, scratch: str) -> Fill:
         """What writes a tensor into its memory in the file."""

@@ -153,7 +153,8 @@ def packed_file(name: str, source: WeightSource, storage: Storage, on_bytes: OnB
     kind = f"{storage.bits}-bits" if storage.bits else "own-bits"
     kind = dtype_name(storage.dtype) if storage.dtype else kind
     return cached_weights(
-        f"{name}-{{}}-{kind}.packed",
+        name,
+        f"{kind}.packed",
         source.files,
         lambda: (layout_of(source, storage), fill_from(source, storage)),
         on_bytes,
