@@ -56,7 +56,7 @@ WHOLE = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-
 UNSTRIPPED = "<unk> <s> <|endoftext|>"
 """A Phi-3's other tokens take the spaces that follow them."""
 ONE_BOS = """\
-{%% set text %%}%s{%% endset %%}\
+{%% set text +%%}%s{%%+ endset %%}\
 {{ '' if text.startswith(bos_token or '') else bos_token }}{{ text }}"""
 """A chat template whose texts begin with one BOS."""
 
@@ -121,13 +121,13 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         ]
     )
     adds_bos = own.get("add_bos_token", kind == "llama" or is_whole) or kind == "gemma4"
-    template = file.metadata.get("tokenizer.chat_template")
+    template = file.metadata.get("tokenizer.chat_template", "").removesuffix("\n")  # as jinja does
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
     tokenizer._tokenizer = backend  # it would copy `tokenizer_object`, which takes a second
     tokenizer.__init__(
         add_bos_token=adds_bos,
         add_eos_token=own.get("add_eos_token", False),
-        chat_template=ONE_BOS % template if template and adds_bos else template,
+        chat_template=ONE_BOS % template if template and adds_bos else template or None,
         model_input_names=["input_ids", "attention_mask"],
         **{
             f"{name[:3]}_token": tokens[number]  # "unk" and "pad" in transformers

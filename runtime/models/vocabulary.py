@@ -11,9 +11,9 @@ from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 
 def check_tokenizers(target: Any, draft: Any) -> int:
-    """Compare two tokenizers token by token."""
+    """Compare two tokenizers token by token; GGUF files have spaces for some of "▁"."""
     target_tokens, draft_tokens = (
-        {number: token for token, number in tokenizer.get_vocab().items()}
+        {number: token.replace("▁", " ") for token, number in tokenizer.get_vocab().items()}
         for tokenizer in (target, draft)
     )
     common_size = min(max(target_tokens), max(draft_tokens)) + 1

@@ -64,7 +64,7 @@ def test_other_tables_are_found_out(tmp_path, monkeypatch, name, wrong):
 @pytest.mark.parametrize("base", [LLAMA, GPT2 | {"pre": "llama3"}, GPT2])
 @pytest.mark.parametrize("begin", ["", "{{ bos_token }}"])
 def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path, base, begin):
-    template = {"tokenizer.chat_template": begin + "{{ messages[0].content }}"}
+    template = {"tokenizer.chat_template": begin + "{{ messages[0].content }}\n"}
     tokenizer = find_model(write_tokenizer(tmp_path / "m.gguf", **base, **template)).tokenizer()
     added, bos = tokenizer("")["input_ids"], tokenizer.bos_token_id
     (a,) = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -73,3 +73,4 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path, base, begin):
     assert text_ids(tokenizer, "<s>a") == [bos, a] == tokenizer("<s>a")["input_ids"][len(added) :]
     assert text_ids(tokenizer, "<s><s>a") == [bos, bos, a]
     assert encode(tokenizer, "a") == [*([bos] if begin else added), a]
+    assert not tokenizer.apply_chat_template([{"content": "a"}], tokenize=False).endswith("\n")
