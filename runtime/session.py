@@ -22,7 +22,7 @@ class Session:
         tokenizer = self.decoder.tokenizer
         if isinstance(prompt, str) and tokenizer is not None and self.ids:
             # it begins no text, where many tokenizers put a space
-            space = " " * tokenizer.tokenize("a")[0].startswith("▁")
+            space = " " * "".join(tokenizer.tokenize("a")).startswith("▁")
             prompt = tokenizer(prompt.removeprefix(space), add_special_tokens=False)
         self.ids += read_prompt(prompt, tokenizer, None, self.decoder.step.target).tolist()
 

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What metadata without these means, by the kind of the tokenizer."""
 NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4
 """Types of tokens; unknown, control (3) and user-defined ones are found before text is split."""
+PREFIX = "tokenizer.ggml."
 KEYS = """
     model pre tokens scores token_type token_type_count merges add_bos_token add_eos_token
     add_space_prefix
@@ -130,9 +131,9 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         chat_template=ONE_BOS % template if template and adds_bos else template or None,
         model_input_names=["input_ids", "attention_mask"],
         **{
-            f"{name[:3]}_token": tokens[number]  # "unk" and "pad" in transformers
-            for name in ("bos", "eos", "unknown", "padding")
-            if (number := own.get(f"{name}_token_id")) is not None and kinds[number] != NORMAL
+            f"{key[:3]}_token": tokens[own[key]]  # "unk" and "pad" in transformers
+            for key in ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
+            if key in own and (kinds[own[key]] != NORMAL or f"{PREFIX}{key}" in file.metadata)
         },
     )
     return tokenizer
@@ -140,7 +141,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
 
 def _metadata(file: GgufFile) -> dict[str, Any]:
     """The tokenizer's metadata with llama.cpp's defaults, without numbers beyond its tokens."""
-    own = file.under("tokenizer.ggml.")
+    own = file.under(PREFIX)
     size = len(own.get("tokens", ()))
     return {
         key: value
@@ -157,6 +158,6 @@ def _refuse(file: GgufFile, own: dict[str, Any], splits: Container[str]) -> None
         is_known = key in KEYS.split() or key.endswith("_token_id") or not value
         if not is_known or (key in followed and value not in followed[key]):
             raise SequoiaPlanError(
-                f"{file.path}: tokenizer.ggml.{key} is {value!r:.60}, which the tokenizer would "
+                f"{file.path}: {PREFIX}{key} is {value!r:.60}, which the tokenizer would "
                 "not follow; use the model as a folder or a hub ID"
             )

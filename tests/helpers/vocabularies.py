@@ -23,6 +23,7 @@ IDS = [
     (GPT2, {"pre": "tekken", "add_bos_token": False}, " ab12", "7 3 4"),
     (GPT2, {"pre": "smollm", "add_bos_token": True}, " ab12", "9 5 1 3 4"),
     (GPT2, {}, " ab12", "5 1 8"),
+    (GPT2, {"bos_token_id": 0, "add_bos_token": True}, "b", "0 1"),
 ]
 ENDS = [
     ("x <turn|> <|tool_response> [EOT] [EOS] </s> <eos>", {}, "1 2 3 4 6"),
