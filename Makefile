@@ -102,7 +102,8 @@ $(ENGINES)/ready:
 	touch $@
 
 llamacpp: $(VENV)/ready $(LLAMACPP)/eagle3.gguf
-	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py
+	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py \
+		tests/engines/test_llamacpp_vocabularies.py
 
 # The source distribution has all of llama.cpp's sources. Built for this processor, it ends with an illegal
 # instruction, at a prompt of many tokens, where a virtual machine lists AMX and does not run it: then without AMX.

@@ -8,6 +8,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, PromptText, held_out_half, load
 from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.base.errors import first_line
+from sequoia_plan.runtime.text import text_ids
 
 
 def held_out(tokenizer: Any, max_prompts: int) -> list[list[int]]:
@@ -31,7 +32,7 @@ def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
                 f"({roles}): {first_line(error)}; expected turns of user and assistant"
             ) from error
         return list(encoded["input_ids"])
-    return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+    return text_ids(tokenizer, "\n\n".join(message["content"] for message in messages))
 
 
 def check_lengths(path: str | Path, prompts: Sequence[Prompt], pair: Pair) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import FIRST_BALANCE, State
@@ -32,6 +33,7 @@ from sequoia_plan.runtime.grammar import Grammar
 from sequoia_plan.runtime.logits_processors import LogitsProcessors, split_at_warpers
 from sequoia_plan.runtime.pace import MAX_CONTEXTS, note_pace
 from sequoia_plan.runtime.session import Session
+from sequoia_plan.runtime.text import NewText, TextStream
 
 SEEDS = (-(1 << 63), (1 << 64) - 1)
 """The first and the last seed that PyTorch's generators take."""
@@ -144,7 +146,7 @@ class SequoiaDecoder:
             eos_token_id: ends the generation. None: those of the target's generation config, else
                 the tokenizer's.
             streamer: anything with transformers' `put(tokens)` and `end()`; it gets the prompt
-                first, as from transformers.
+                first, as from transformers. A `TextStreamer` gets the text of the result.
             sampling: all sampling settings at once, in place of `temperature` and `top_p`. Without
                 it, the verifier is the one that the tree's plan records.
             attention_mask: as tokenizers return it; it may hide nothing.
@@ -184,7 +186,9 @@ class SequoiaDecoder:
         )
         new_ids: list[int] = []
         num_steps, finish_reason = 0, "" if max_new_tokens else "length"
-        if streamer is not None:
+        if getattr(type(streamer), "put", None) is TextStreamer.put:
+            streamer = TextStream(streamer, prompt_ids)
+        elif streamer is not None:
             streamer.put(prompt[None].cpu())
         record = TokenRecord(sampling, logprobs, output_logits, output_scores)
         path_logits = self._path_logits(logits_processor, constraint)
@@ -210,12 +214,8 @@ class SequoiaDecoder:
         sequences = torch.tensor([prompt_ids + new_ids], device=self.step.device)
         text = None
         if tokenizer is not None:
-            # SentencePiece's decoders drop a space where a text begins, which is not here
-            before, whole = (
-                tokenizer.decode([prompt_ids[-1], *ids], skip_special_tokens=True)
-                for ids in ([], new_ids)
-            )
-            text = whole.removeprefix(before)
+            new_text = NewText(tokenizer, prompt_ids, {"skip_special_tokens": True})
+            text = new_text.add(new_ids) + new_text.rest()
         seconds = time.perf_counter() - started
         return Generation(
             sequences, len(new_ids), num_steps, seconds, finish_reason, text, **record.tensors()

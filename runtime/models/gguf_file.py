@@ -67,7 +67,10 @@ class GgufFile:
     @property
     def settings(self) -> dict[str, Any]:
         """The metadata of the architecture, without its name."""
-        prefix = f"{self.architecture}."
+        return self.under(f"{self.architecture}.")
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """The metadata whose keys begin with a prefix, without it."""
         own = {key: value for key, value in self.metadata.items() if key.startswith(prefix)}
         return {key.removeprefix(prefix): value for key, value in own.items()}
 

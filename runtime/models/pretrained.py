@@ -12,15 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.base.errors import first_line
-from sequoia_plan.runtime.models.gguf import (
-    GgufSource,
-    embedded_gguf,
-    end_tokens,
-    gguf_tokenizer,
-    is_gguf,
-)
+from sequoia_plan.runtime.models.gguf import GgufSource, embedded_gguf, is_gguf
 from sequoia_plan.runtime.models.gguf_config import CONFIGS, read_config, refuse_unread_tensors
 from sequoia_plan.runtime.models.gguf_file import GgufFile, read_gguf
+from sequoia_plan.runtime.models.gguf_tokenizer import end_tokens, gguf_tokenizer
 from sequoia_plan.runtime.models.loading import (
     load_whole,
     new_model,
@@ -77,7 +72,7 @@ class ModelFiles:
         """transformers' tokenizer."""
         try:
             if self.gguf:
-                return gguf_tokenizer(self.gguf, self.config)
+                return gguf_tokenizer(self.gguf)
             return AutoTokenizer.from_pretrained(self.path)
         except SequoiaPlanError:
             raise

@@ -5,13 +5,15 @@ import json
 import pytest
 from architectures import tiny
 from commands import call, succeed
-from gguf_files import SIZES, write_gguf
+from gguf_files import SIZES, write_gguf, write_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from toys import toy_decoder
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.runtime.models.pretrained import find_model
+from sequoia_plan.runtime.text import NewText
 
 
 @pytest.mark.parametrize("swapped", [True, False])
@@ -36,6 +38,65 @@ def test_a_text_keeps_the_space_before_its_first_word():
     assert result.text == "".join(f" {word}" for word in words)
 
 
+TEXTS = ["  ", " a", "\n", "é", " ", "b", "   ", ""]
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A tokenizer of SentencePiece's kind; the toy models have its first eight tokens."""
+    keys = {"tokens": "▁▁ ▁a <0x0A> é ▁ b ▁▁▁ <s> <0xC3> <0xA9>", "scores": "0 0 0 0 0 0 0 0 0 0"}
+    keys |= {"token_type": "1 1 6 1 1 1 1 3 6 6", "bos_token_id": 7, "eos_token_id": 7}
+    path = write_tokenizer(tmp_path_factory.mktemp("pieces") / "m.gguf", model="llama", **keys)
+    return find_model(path).tokenizer()
+
+
+class ItsOwn(TextIteratorStreamer):
+    def put(self, value):
+        """Decode as transformers does."""
+        super().put(value)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_streamed_text_is_the_text(pieces, depth):
+    """With all spaces: after BOS, at the begin of a line, and several."""
+    decoder, differing = toy_decoder(TokenTree.chain(depth)), 0
+    decoder.tokenizer = pieces
+    for seed, prompt in enumerate([[7], [1, 7], [2], [6, 3], [1, 4]] * 3):
+        for kind in (TextIteratorStreamer, ItsOwn):
+            streamer = kind(pieces, skip_prompt=True, skip_special_tokens=True)
+            result = decoder.generate(
+                prompt, 24, 1.5, seed=seed, eos_token_id=(), streamer=streamer
+            )
+            new = result.sequences[0, len(prompt) :].tolist()
+            assert result.text == "".join(TEXTS[token] for token in new)
+            is_same = "".join(streamer) == result.text
+            assert is_same or kind is ItsOwn
+            differing += not is_same
+    assert differing
+    streamer = TextIteratorStreamer(pieces)
+    text = decoder.generate([1, 2], 9, streamer=streamer).text
+    assert "".join(streamer) == f"a\n{text}"
+
+
+def test_characters_that_tokens_split(pieces):
+    for prompt, tokens, parts in (
+        ([7], [8, 9, 5], ["", "é", "b"]),
+        ([8], [9], ["é"]),
+        ([5], [8], [""]),
+    ):
+        text = NewText(pieces, prompt, {})
+        assert [text.add([token]) for token in tokens] == parts
+        assert text.rest() == ("" if parts[-1] else "\ufffd")
+
+
+def test_text_that_goes_on_gets_no_space(pieces):
+    decoder = toy_decoder(TokenTree.chain(1))
+    decoder.tokenizer = pieces
+    session = decoder.start([5])
+    session.say(" b")
+    assert session.ids == [5, 4, 5]
+
+
 def test_raw_prompts_have_no_template(pair, monkeypatch):
     monkeypatch.setattr("sequoia_plan.planner.cli.decoding.load_pair", lambda **_: pair)
     options = (
@@ -51,4 +112,5 @@ def test_raw_prompts_have_no_template(pair, monkeypatch):
     expected = plain.generate(options[-1], 8)
     assert raw["tokens"] == expected.sequences[0, -8:].tolist() != chat["tokens"]
     assert raw["text"] == expected.text and raw["text"].startswith(" ")
+    assert succeed("generate", "--raw", *options[2:]).stdout == raw["text"] + "\n"
     assert call("generate", "--raw", "--interactive").exit_code == 2

@@ -90,6 +90,21 @@ def metadata_writer(path, architecture, settings=(), layers=2):
     return writer
 
 
+def write_tokenizer(path, **keys):
+    """A Llama's metadata and a tokenizer's; lists are written as texts, "__" is two spaces."""
+    writer, lists = metadata_writer(path, "llama"), {"scores": float, "token_type": int}
+    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    for name, value in keys.items():
+        key = name if "." in name else f"tokenizer.ggml.{name}"
+        writer.kv_data[0].pop(key, None)
+        if name in ("tokens", "merges", *lists):
+            words = value.split("," if name == "merges" else None)
+            value = [lists.get(name, str)(word.replace("__", "  ")) for word in words]
+        add.get(type(value), writer.add_array)(key, value)
+    write(writer)
+    return str(path)
+
+
 def config_of(path, *metadata):
     """What is read of such a file."""
     write(metadata_writer(path, *metadata))
