@@ -14,13 +14,11 @@ from typing import Any
 from llvmlite import ir
 from numba import cfunc, types
 
+from sequoia_plan.runtime.backends.packed.instructions import BYTE, LONG, WORD
 from sequoia_plan.runtime.backends.packed.vectors import (
-    BYTE,
     FLOAT,
     FLOATS,
     LANES,
-    LONG,
-    WORD,
     WORDS,
     Emitter,
     emitted,

@@ -7,6 +7,7 @@ from llvmlite import ir
 from numba import cfunc, types
 
 from sequoia_plan.runtime.backends.packed.formats import GROUP
+from sequoia_plan.runtime.backends.packed.instructions import BYTE, WORD
 from sequoia_plan.runtime.backends.packed.products import (
     CHUNK,
     COUNTS,
@@ -20,11 +21,9 @@ from sequoia_plan.runtime.backends.packed.products import (
     TOTALS,
 )
 from sequoia_plan.runtime.backends.packed.vectors import (
-    BYTE,
     FLOAT,
     FLOATS,
     LANES,
-    WORD,
     WORDS,
     Emitter,
     emitted,

@@ -5,25 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.runtime.backends.packed.formats import OUTPUTS
 from sequoia_plan.runtime.backends.packed.records import Record, compiled
-from sequoia_plan.runtime.backends.packed.system import sched_yield
-from sequoia_plan.runtime.backends.packed.vectors import LANES, LONG, WORD, Emitter
+from sequoia_plan.runtime.backends.packed.vectors import LANES, call
+from sequoia_plan.runtime.backends.packed.workers import take, wait
 from sequoia_plan.runtime.base.vocabulary_loops import largest_of
 
 UNIT = OUTPUTS
 """Outputs of a matrix that one worker computes are a multiple of these: those of a tile."""
-LOOKS = 500
-"""How often a worker looks for the others before it yields its processor."""
-TAKEN, FINISHED, COUNTER_WORDS = 64, 128, 24
-"""Of workers' counter, whose first word has how often one came to `wait`: the bytes to how often
-things were taken since, and to the rounds that all have finished; and its words."""
 FIRST: Any = np.int64(0)
 """The first layer, row or node, for numba an integer as any: literals are compiled apart."""
 ENCODE, MULTIPLY, TILES, NUM_TILES, TILE_BYTES, STEPS, INPUTS, ROW_BYTES = range(8)
@@ -56,79 +48,6 @@ class Reader(Record):
     (NaN if one is NaN) and its token. Of steps: `tokens`, `read_slots` int64 [rows]; `last` int64
     [2]: the last token and position.
     """
-
-
-@intrinsic
-def call(context, function, values):
-    """Call a function of int64 by its address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = cgutils.unpack_tuple(builder, arguments[1])
-        kind = ir.FunctionType(ir.VoidType(), [LONG] * len(values))
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), values)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.UniTuple(types.int64, len(values))), codegen
-
-
-@intrinsic
-def fetch_and_add(context, address, count):
-    """Add to the int64 at an address, as one step that other threads see; its value before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer = builder.inttoptr(values[0], LONG.as_pointer())
-        return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def look_and_pause(context, address):
-    """The int64 at an address as other threads left it, after a pause for the core's other one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        is_x86 = "x86" in builder.module.triple
-        pause = ("llvm.x86.sse2.pause",) if is_x86 else ("llvm.aarch64.hint", WORD(1))
-        Emitter(builder).call(pause[0], ir.VoidType(), *pause[1:])
-        pointer = builder.inttoptr(values[0], LONG.as_pointer())
-        return builder.load_atomic(pointer, "acquire", align=8)
-
-    return types.int64(types.int64), codegen
-
-
-@compiled
-def wait(counter, workers, rounds):
-    """Wait until all workers have come here `rounds` times; returns `rounds` + 1.
-
-    `counter`: the address of int64 [COUNTER_WORDS] that were 0 in round 1.
-    """
-    if fetch_and_add(counter, 1) + 1 == workers * rounds:  # the last one
-        taken = fetch_and_add(counter + TAKEN, 0)
-        fetch_and_add(counter + TAKEN, -taken)
-        fetch_and_add(counter + FINISHED, 1)
-        return rounds + 1
-    looks = 0
-    while look_and_pause(counter + FINISHED) < rounds:
-        looks += 1
-        if looks > LOOKS:
-            sched_yield()
-    return rounds + 1
-
-
-@compiled
-def take(counter, workers, count):
-    """Some of `count` things that no worker has taken since all were here: first, end.
-
-    The first ones of each worker are half of its part, later ones fewer: a slow worker takes less.
-    No more are left if the first is `count`.
-    """
-    number = fetch_and_add(counter + TAKEN, 1)
-    many = (count + 2 * workers - 1) // (2 * workers)
-    few = max(count // (8 * workers), 1)
-    first, size = number * many, many
-    if number >= workers:
-        first, size = workers * many + (number - workers) * few, few
-    return min(first, count), min(first + size, count)
 
 
 @compiled

@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.runtime.backends.packed.attention import BATCHES, BLOCK, QUERIES, WORD_BYTES
 from sequoia_plan.runtime.backends.packed.forward import (
-    COUNTER_WORDS,
     ROW_BYTES,
     UNIT,
     Model,
@@ -25,6 +24,7 @@ from sequoia_plan.runtime.backends.packed.forward import (
 from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros
 from sequoia_plan.runtime.backends.packed.vectors import LANES
+from sequoia_plan.runtime.backends.packed.workers import COUNTER_WORDS
 from sequoia_plan.runtime.base.cache import TreeCache, round_up
 from sequoia_plan.runtime.base.forks import renewed_in_forks
 from sequoia_plan.runtime.base.weight_stream import WeightStream

@@ -20,20 +20,15 @@ from sequoia_plan.runtime.backends.packed.formats import (
     Format,
 )
 from sequoia_plan.runtime.backends.packed.instructions import (
+    BYTE,
+    HALF_WORD,
     HAS_BFLOAT16_PRODUCTS,
+    LONG,
     OWN,
+    WORD,
     Instructions,
 )
-from sequoia_plan.runtime.backends.packed.vectors import (
-    BYTE,
-    FLOAT,
-    HALF_WORD,
-    LANES,
-    LONG,
-    WORD,
-    Emitter,
-    emitted,
-)
+from sequoia_plan.runtime.backends.packed.vectors import FLOAT, LANES, Emitter, emitted
 
 CHUNK = 32
 """Rows that are encoded side by side, and multiplied by a tile at once."""

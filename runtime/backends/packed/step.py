@@ -12,8 +12,6 @@ from sequoia_plan.runtime.backends.packed.forward import (
     encode,
     forward,
     multiply,
-    take,
-    wait,
 )
 from sequoia_plan.runtime.backends.packed.packed_pass import move_slots
 from sequoia_plan.runtime.backends.packed.records import compiled
@@ -33,6 +31,7 @@ from sequoia_plan.runtime.backends.packed.step_verify import (
     walk_down,
     walk_up,
 )
+from sequoia_plan.runtime.backends.packed.workers import take, wait
 
 TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
 """A step's count of accepted nodes is one of these if that model's logits were not finite."""

@@ -9,7 +9,6 @@ from sequoia_plan.runtime.backends.packed.forward import (
     copy,
     forward,
     normalise,
-    wait,
 )
 from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.step_memory import (
@@ -18,6 +17,7 @@ from sequoia_plan.runtime.backends.packed.step_memory import (
     note_time,
 )
 from sequoia_plan.runtime.backends.packed.tiles import read_row
+from sequoia_plan.runtime.backends.packed.workers import wait
 from sequoia_plan.runtime.base.vocabulary_loops import BLOCK as SUM_BLOCK
 from sequoia_plan.runtime.base.vocabulary_loops import draw_from, fill, maximum, top_of_row, weigh
 

@@ -210,3 +210,16 @@ def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]
         return intrinsic(prefer_literal=True)(typed)
 
     return intrinsic_of
+
+
+@intrinsic
+def call(context, function, values):
+    """Call a function of int64 by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = cgutils.unpack_tuple(builder, arguments[1])
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * len(values))
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.UniTuple(types.int64, len(values))), codegen
