@@ -7,6 +7,7 @@
 # make results: measures the figures of README.md and docs/results.md on this machine (about 65 minutes), and writes
 # them there; make quick-results: such tables in build/quick, of few prompts and settings (ten minutes).
 # make docs: builds the documentation site in build/site.
+# make arm: runs the kernels of packed weights on an emulated 64-bit ARM (.7 GB, as root on Debian; 20 minutes).
 # make kernels: compiles every kernel with the Tritons of the supported versions of PyTorch (downloads 1 GB).
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,7 @@ CONVERT := PYTHONPATH=$(LLAMACPP_SOURCE)/gguf-py:$(LLAMACPP)/python $(BIN)/pytho
 
 TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1
 
-.PHONY: coder demo test quick check size results quick-results docs engines llamacpp kernels clean
+.PHONY: arm coder demo test quick check size results quick-results docs engines llamacpp kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(BUILD)/tree.safetensors
@@ -143,6 +144,11 @@ kernels: $(VENV)/ready $(TRITONS:%=$(BUILD)/triton/%/ready)
 $(BUILD)/triton/%/ready: | $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
 	touch $@
+
+arm: $(VENV)/ready
+	$(BIN)/python tools/arm/check.py $(BUILD)/arm-tiles
+	tools/arm/setup.sh $(BUILD)/arm cortex-a76 $(BUILD)/arm-tiles
+	tools/arm/setup.sh $(BUILD)/arm neoverse-v1 $(BUILD)/arm-tiles
 
 clean:
 	rm -rf $(VENV) $(ENGINES) $(LLAMACPP) $(BUILD)

@@ -57,7 +57,9 @@ class Profile(Artifact, frozen=True):
         "`placement`, `weights`, `fused_layers`; a draft's `vocabulary` if it is cut; a target "
         "with `recurrent_layers` takes chains",
     ] = {}
-    hardware: Annotated[Metadata, "the machine: device, processor, threads, library versions"] = {}
+    hardware: Annotated[
+        Metadata, "the machine: device, processor, its kind of products, threads, library versions"
+    ] = {}
     tree_size: Annotated[
         Count | None,
         "nodes of the tree that wrote the text, where one was given (`profile --tree`)",

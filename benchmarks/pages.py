@@ -183,6 +183,29 @@ def sizes(results: Path) -> Iterator[str]:
             yield row(f"{role} {number}", shown(times["ms"]), theirs, ratio)
 
 
+def processors(results: Path) -> Iterator[str]:
+    """Passes of the 1.5B by kind of processor, and how many times as fast as llama.cpp's."""
+    if not (results / "processors.json").exists():  # it needs files that are fetched
+        return
+    reports = read(results, "processors")
+    first = next(iter(reports.values()))
+    yield f"{first['processor']}, {first['threads']} threads; {next(iter(first['files']))}."
+    yield ""
+    yield from header(
+        "rows", *(f"{kind}, ms{of}" for kind in reports for of in ("", " (llama.cpp)"))
+    )
+    for role in ("target", "prompt"):
+        for number in first["passes"][role]:
+            cells = []
+            for report in reports.values():
+                times = report["passes"][role][number]
+                theirs, ratio = times["llamacpp_ms"][0], times["times_as_fast"][0]
+                cells += [f"{times['ms'][0]:.1f}", f"{theirs:.1f}, {ratio:.2f}x"]
+            yield row(number if role == "target" else f"{role} of {number}", *cells)
+    shares = [f"{x['target']['share_of_bandwidth'][0]:.2f}" for x in reports.values()]
+    yield row("one row, share of bandwidth", *(cell for share in shares for cell in (share, "")))
+
+
 def coder(results: Path) -> Iterator[str]:
     """Methods on the pair of 1.5B and .5B in each setting, by kind of prompt."""
     if not (results / "coder.json").exists():  # it needs files that are fetched
@@ -225,6 +248,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "contexts": contexts,
     "texts": texts,
     "sizes": sizes,
+    "processors": processors,
     "coder": coder,
     "steps": steps,
 }

@@ -2,6 +2,8 @@
 
     python benchmarks/sizes.py TARGET.gguf DRAFT.gguf --llamacpp .llamacpp/bin
     python benchmarks/sizes.py TARGET.gguf DRAFT.gguf --quick   # into build/quick
+    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma,+f16c \\
+        python benchmarks/sizes.py TARGET.gguf DRAFT.gguf --kind --llamacpp build/llamacpp-avx2/bin
     python benchmarks/sizes.py --pages-only
 
 Each load is a process of its own, whose imports are not counted, with a cache folder for these
@@ -39,9 +41,10 @@ from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.backends.packed.weights import EMBEDDING, HEAD
+from sequoia_plan.runtime.base.instructions import OWN
 from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
-PAGE = ROOT / "docs" / "sizes.md"
+PAGE, KINDS_PAGE = ROOT / "docs" / "sizes.md", ROOT / "docs" / "speed.md"
 ROWS, CONTEXT, PROMPT, NEW_TOKENS = (1, 2, 4, 8, 16, 32, 64), 128, 512, 64
 READ_BYTES = 1 << 30
 """What the machine's bandwidth is measured over."""
@@ -191,6 +194,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="one round, few rows")
+    parser.add_argument("--kind", action="store_true",
+                        help="only passes, as those of this kind of processor")  # fmt: skip
     parser.add_argument("--pages-only", action="store_true", help="measure nothing")
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -208,13 +213,20 @@ def main() -> None:
         llama_bench = options.llamacpp and options.llamacpp / "llama-bench"
         report = {
             "processor": processor_name(),
+            "instructions": OWN.name,
             "threads": options.threads,
             "files": {Path(file).name: Path(file).stat().st_size for file in files},
         } | measure_passes(files, rows, rounds, llama_bench)
-        report["loads"] = measure_loads(files, 1 if options.quick else 5)
-        write_report(results / "sizes.json", report)
-    page = with_tables(PAGE.read_text("utf-8"), results)
-    write_atomically(results / PAGE.name if options.quick else PAGE, page.encode())
+        if options.kind:
+            kinds = results / "processors.json"
+            others = json.loads(kinds.read_text("utf-8")) if kinds.exists() else {}
+            write_report(kinds, others | {OWN.name: report})
+        else:
+            report["loads"] = measure_loads(files, 1 if options.quick else 5)
+            write_report(results / "sizes.json", report)
+    for path in (PAGE, KINDS_PAGE):
+        page = with_tables(path.read_text("utf-8"), results)
+        write_atomically(results / path.name if options.quick else path, page.encode())
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import torch
 import transformers
 
 from sequoia_plan.artifacts.processor import processor_name
+from sequoia_plan.runtime.base.instructions import OWN
 from sequoia_plan.runtime.base.kernel_launch import kernels_available
 from sequoia_plan.runtime.base.threads import num_threads
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
 from sequoia_plan.runtime.models.layer_operations import silu_mul
 
-TIME_KEYS = ("device", "processor", "threads", "gpu", "torch")
+TIME_KEYS = ("device", "processor", "instructions", "threads", "gpu", "torch")
 """Keys of a fingerprint that change step times."""
 MODEL_KEYS = (
     "dtype", "placement", "weights", "vocabulary", "resident_layers", "fused_layers", "content",
@@ -25,11 +26,12 @@ MODEL_KEYS = (
 
 
 def fingerprint(device: torch.device | str) -> dict[str, Any]:
-    """Device, processor, threads and library versions; no names of persons or paths."""
+    """Device, processor and what it multiplies with, threads, versions; no names of persons."""
     device = torch.device(device)
     metadata: dict[str, Any] = {
         "device": device.type,
         "processor": processor_name(),
+        "instructions": OWN.name,
         "threads": num_threads(),
     }
     if device.type == "cuda":

@@ -105,7 +105,8 @@ def _describe_machine(plan: Plan) -> Iterator[str]:
     """Yields a line with the machine that times are of, and what to do on another one."""
     measured, here, cores = plan.hardware, processor_name(), usable_cores()
     if plan.latency and measured.get("processor"):
-        text = f"{measured.get('gpu') or measured['processor']}, {measured['threads']} threads"
+        parts = measured.get("gpu") or measured["processor"], measured.get("instructions")
+        text = ", ".join(filter(None, (*parts, f"{measured['threads']} threads")))
         if measured["processor"] != here or measured["threads"] > cores:
             text += f"; this is {here}, {cores} cores: run profile and solve again for its times"
         yield _line("machine", text)

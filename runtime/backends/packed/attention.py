@@ -14,7 +14,6 @@ from typing import Any
 from llvmlite import ir
 from numba import cfunc, types
 
-from sequoia_plan.runtime.backends.packed.instructions import BYTE, LONG, WORD
 from sequoia_plan.runtime.backends.packed.vectors import (
     FLOAT,
     FLOATS,
@@ -23,6 +22,7 @@ from sequoia_plan.runtime.backends.packed.vectors import (
     Emitter,
     emitted,
 )
+from sequoia_plan.runtime.base.instructions import BYTE, LONG, WORD
 
 QUERIES = 6
 """Queries that share each load of keys and values: rows of a pass, and heads of a group."""

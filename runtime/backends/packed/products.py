@@ -19,7 +19,8 @@ from sequoia_plan.runtime.backends.packed.formats import (
     QUAD,
     Format,
 )
-from sequoia_plan.runtime.backends.packed.instructions import (
+from sequoia_plan.runtime.backends.packed.vectors import FLOAT, LANES, Emitter, emitted
+from sequoia_plan.runtime.base.instructions import (
     BYTE,
     HALF_WORD,
     HAS_BFLOAT16_PRODUCTS,
@@ -28,7 +29,6 @@ from sequoia_plan.runtime.backends.packed.instructions import (
     WORD,
     Instructions,
 )
-from sequoia_plan.runtime.backends.packed.vectors import FLOAT, LANES, Emitter, emitted
 
 CHUNK = 32
 """Rows that are encoded side by side, and multiplied by a tile at once."""

@@ -18,11 +18,12 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from sequoia_plan.artifacts.processor import instruction_sets
-from sequoia_plan.runtime.backends.packed.formats import QUAD
 
 if TYPE_CHECKING:
     from sequoia_plan.runtime.backends.packed.vectors import Emitter
 
+FOUR = 4
+"""Bytes of a word."""
 BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 SIGNS = -0x7F7F7F80
 """The upper bit of each byte of a word."""
@@ -52,7 +53,7 @@ class Instructions:
 
 def _fours(emit: Emitter, numbers: Any, count: int) -> list[Any]:
     """Four bytes after the other, each four in all lanes."""
-    return [emit.load_splat(emit.at(numbers, QUAD * place), WORD) for place in range(count)]
+    return [emit.load_splat(emit.at(numbers, FOUR * place), WORD) for place in range(count)]
 
 
 def _four_of_a_vector(emit: Emitter, numbers: Any, count: int) -> list[Any]:
@@ -133,7 +134,7 @@ def _add_up_anywhere(emit: Emitter, weights: Any, bits: int, numbers: Any, start
     """Byte by byte, with what every processor has."""
     builder, total = emit.builder, emit.words(0)
     for quad, four in zip(weights, _fours(emit, numbers, len(weights)), strict=True):
-        for byte in range(QUAD):
+        for byte in range(FOUR):
             weight = builder.and_(builder.lshr(quad, emit.words(8 * byte)), emit.words(255))
             number = builder.shl(four, emit.words(24 - 8 * byte))
             number = builder.ashr(number, emit.words(24))
