@@ -22,23 +22,25 @@ from sequoia_plan.runtime.backends.packed.vectors import (
     Emitter,
     emitted,
 )
-from sequoia_plan.runtime.base.instructions import BYTE, LONG, WORD
+from sequoia_plan.runtime.base.instructions import BYTE, LONG, OWN, WORD
 
 QUERIES = 6
 """Queries that share each load of keys and values: rows of a pass, and heads of a group."""
 BATCHES = 4
 """Batches of so many queries that take turns with each part of the slots, while it is in cache."""
-BLOCK_VECTORS = 2
-BLOCK = BLOCK_VECTORS * LANES
-"""Slots whose scores are computed at once."""
+WIDTH = min(max(OWN.lanes, 8), LANES)
+"""Numbers of a vector here: sums of `QUERIES` by `AT_ONCE` or `VALUE_VECTORS` are in registers."""
+AT_ONCE, VALUE_VECTORS, HALF_VALUE = 2, WIDTH // 4, WIDTH // 8
+BLOCK = 2 * LANES
+"""Slots of a block of keys."""
 PART = 16
 """Blocks of a part."""
-WORD_BYTES, VECTOR_BYTES = 4, 4 * LANES
-VALUE_BYTES = 4 * VECTOR_BYTES
+WORD_BYTES, VECTOR_BYTES, TOTALS_BYTES = 4, 4 * WIDTH, 4 * LANES
+"""Of a number, of a vector, and of what lies before the sums of a query."""
+VALUE_BYTES = VALUE_VECTORS * VECTOR_BYTES
 """Of a value's sums that are in registers at once."""
-WORD_KINDS = {2: (WORD, WORDS), 4: (FLOAT, FLOATS)}
+WORD_KINDS = {2: WORD, 4: FLOAT}
 """By the bytes of a number: a pair of bfloat16 numbers, or one of float32."""
-BOOLS = ir.VectorType(ir.IntType(1), LANES)
 LOG2_E = 1.4426950408889634
 EXP2 = (1.0, 0.6931471805599453, 0.24022650695910072, 0.05550410866482158,
         0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608)  # fmt: skip
@@ -67,33 +69,41 @@ def compute_scores(
 
     `words`: of a query, and of a key; `keys` [blocks, words, slots of a block].
     """
-    builder, (kind, vector_kind) = emit.builder, WORD_KINDS[key_bytes]
+    emit, kind = Emitter(emit.builder, WIDTH), WORD_KINDS[key_bytes]
+    builder, vector_kind = emit.builder, ir.VectorType(kind, WIDTH)
     seen = [emit.load(emit.at(visible, 8 * query), LONG) for query in range(num_queries)]
-    nothing = ir.Constant(ir.VectorType(BYTE, LANES), [0] * LANES)
-    hidden = emit.numbers(HIDDEN)
-    with emit.loop(blocks) as index:
-        block = builder.add(index, first)
-        totals = [emit.variables(BLOCK_VECTORS) for _ in range(num_queries)]
-        block_keys = emit.at(keys, (builder.mul(block, words), BLOCK * WORD_BYTES))
+    nothing = ir.Constant(ir.VectorType(BYTE, WIDTH), [0] * WIDTH)
+    hidden, parts = emit.numbers(HIDDEN), BLOCK // (AT_ONCE * WIDTH)
+    with emit.loop(builder.mul(blocks, LONG(parts))) as index:
+        index = builder.add(index, builder.mul(first, LONG(parts)))
+        block = builder.udiv(index, LONG(parts))
+        slot = builder.mul(builder.urem(index, LONG(parts)), LONG(AT_ONCE * WIDTH))
+        totals = [emit.variables(AT_ONCE) for _ in range(num_queries)]
+        block_keys = emit.at(
+            keys, (builder.mul(block, words), BLOCK * WORD_BYTES), (slot, WORD_BYTES)
+        )
         with emit.loop(words) as word:
             start = emit.at(block_keys, (word, BLOCK * WORD_BYTES))
-            vectors = emit.load_vectors(start, BLOCK_VECTORS, vector_kind)
+            vectors = emit.load_vectors(start, AT_ONCE, vector_kind)
             for query, variables in enumerate(totals):
                 address = emit.at(queries, (stride, query), (word, WORD_BYTES))
                 number = emit.load_splat(address, kind)
                 for vector, variable in zip(vectors, variables, strict=True):
                     emit.add_product(number, vector, variable)
         for query, variables in enumerate(totals):
-            target = emit.at(scores, (stride, query), (block, BLOCK * WORD_BYTES))
+            target = emit.at(
+                scores, (stride, query), (block, BLOCK * WORD_BYTES), (slot, WORD_BYTES)
+            )
             for part, variable in enumerate(variables):
-                mask = emit.load(emit.at(seen[query], (block, BLOCK), LANES * part), nothing.type)
+                place = emit.at(seen[query], (block, BLOCK), slot, WIDTH * part)
+                mask = emit.load(place, nothing.type)
                 is_seen = builder.icmp_unsigned("!=", mask, nothing)
                 score = builder.select(is_seen, builder.load(variable), hidden)
                 emit.store(score, emit.at(target, part * VECTOR_BYTES))
 
 
 def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any:
-    """2 to the power of 16 float32 numbers, 0 if one is -127 or less."""
+    """2 to the power of float32 numbers, 0 if one is -127 or less."""
     builder = emit.builder
     exponent = emit.larger(exponent, emit.numbers(-127.0))
     rounding = emit.numbers(ROUNDING)
@@ -102,21 +112,21 @@ def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any
     power = emit.numbers(EXP2[degree])
     for coefficient in EXP2[degree - 1 :: -1]:
         power = emit.fma(power, fraction, emit.numbers(coefficient))
-    bits = builder.shl(builder.bitcast(rounded, WORDS), emit.words(23))
-    scale = builder.bitcast(bits, FLOATS)
+    bits = builder.shl(builder.bitcast(rounded, emit.word_vector), emit.words(23))
+    scale = builder.bitcast(bits, emit.float_vector)
     return builder.fmul(power, scale)
 
 
 @emitted(literals=1)
 def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
     """Replace scores, in units of log 2, by 2^(score - largest) as numbers of the cache."""
-    builder = emit.builder
-    largest = emit.variables(BLOCK_VECTORS)
+    builder, vectors = emit.builder, BLOCK // LANES
+    largest = emit.variables(vectors)
     for variable in largest:
         builder.store(emit.numbers(LOWEST), variable)
     with emit.loop(blocks) as block:
         start = emit.at(scores, (block, BLOCK * WORD_BYTES))
-        parts = emit.load_vectors(start, BLOCK_VECTORS, FLOATS)
+        parts = emit.load_vectors(start, vectors, FLOATS)
         for score, variable in zip(parts, largest, strict=True):
             builder.store(emit.larger(score, builder.load(variable)), variable)
     both = functools.reduce(emit.larger, map(builder.load, largest))
@@ -125,7 +135,7 @@ def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> 
     with emit.loop(blocks) as block:
         start = emit.at(scores, (block, BLOCK * WORD_BYTES))
         target = emit.at(scores, (block, BLOCK * key_bytes))
-        for part, score in enumerate(emit.load_vectors(start, BLOCK_VECTORS, FLOATS)):
+        for part, score in enumerate(emit.load_vectors(start, vectors, FLOATS)):
             weight = _emit_exp2(emit, builder.fsub(score, maximum), 6 if is_float else 4)
             if not is_float:
                 weight = emit.bfloats(weight)
@@ -151,8 +161,10 @@ def compute_weighted_sums(
 
     `words`: of weights; of each value, `vectors` vectors are read. `totals`: of the lanes.
     """
-    kind, vector_kind = WORD_KINDS[key_bytes]
-    one = ir.Constant(vector_kind, [1.0 if kind == FLOAT else 0x3F803F80] * LANES)
+    emit, kind = Emitter(emit.builder, WIDTH), WORD_KINDS[key_bytes]
+    vector_kind = ir.VectorType(kind, WIDTH)
+    one = ir.Constant(vector_kind, [1.0 if kind == FLOAT else 0x3F803F80] * WIDTH)
+    bools = ir.VectorType(ir.IntType(1), WIDTH)
     places = [emit.at(sums, (stride, query)) for query in range(num_queries)]
     results = [emit.variables(vectors, place) for place in places]
     (total,) = emit.variables(1, totals)
@@ -161,7 +173,7 @@ def compute_weighted_sums(
         parts, lanes = emit.load_vectors(value, vectors, vector_kind), one
         for query, variables in enumerate(results):
             weight = emit.load_splat(emit.at(weights, (stride, query), (word, WORD_BYTES)), kind)
-            own_lane = ir.Constant(BOOLS, [lane == query for lane in range(LANES)])
+            own_lane = ir.Constant(bools, [lane == query for lane in range(WIDTH)])
             lanes = emit.builder.select(own_lane, weight, lanes)
             for part, variable in zip(parts, variables, strict=True):
                 emit.add_product(weight, part, variable)
@@ -197,7 +209,7 @@ def attender(key_bytes: int) -> Any:
 
     @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
     def attend(visible, count, keys, values, head_dim, blocks, rows, stride):
-        value_bytes, sums = head_dim * WORD_BYTES, rows + VECTOR_BYTES
+        value_bytes, sums = head_dim * WORD_BYTES, rows + TOTALS_BYTES
         queries = sums + value_bytes
         scores = queries + value_bytes
         for first in range(0, blocks, PART):
@@ -217,10 +229,14 @@ def attender(key_bytes: int) -> Any:
                 v = values + first * BLOCK * head_dim * key_bytes
                 t, y, left = rows + q * stride, sums + q * stride, min(QUERIES, count - q)
                 for _ in range(value_bytes // VALUE_BYTES):
-                    compute_weighted_sums(w, v, value_bytes, n, t, y, stride, left, key_bytes, 4)
+                    compute_weighted_sums(
+                        w, v, value_bytes, n, t, y, stride, left, key_bytes, VALUE_VECTORS
+                    )
                     v, y = v + VALUE_BYTES, y + VALUE_BYTES
                     t = rows + (q + 1) * stride  # read by nobody: the totals are there
                 if value_bytes % VALUE_BYTES:  # half: heads have a multiple of 32 numbers
-                    compute_weighted_sums(w, v, value_bytes, n, t, y, stride, left, key_bytes, 2)
+                    compute_weighted_sums(
+                        w, v, value_bytes, n, t, y, stride, left, key_bytes, HALF_VALUE
+                    )
 
     return attend

@@ -129,7 +129,7 @@ class Emitter:
         builder, total = self.builder, self.builder.load(variable)
         if left.type == self.float_vector:
             total = self.fma(left, right, total)
-        elif HAS_BFLOAT16_PRODUCTS:
+        elif HAS_BFLOAT16_PRODUCTS and self.lanes == LANES:
             pairs = (builder.bitcast(pair, BFLOATS) for pair in (left, right))
             total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
         else:
@@ -147,11 +147,11 @@ class Emitter:
 
     def bfloats(self, value: ir.Value) -> ir.Value:
         """float32 numbers rounded to bfloat16, ties to even, as int16."""
-        builder, kind = self.builder, ir.VectorType(HALF_WORD, LANES)
-        if HAS_BFLOAT16_PRODUCTS:
+        builder, kind = self.builder, ir.VectorType(HALF_WORD, self.lanes)
+        if HAS_BFLOAT16_PRODUCTS and self.lanes == LANES:
             name, rounded = "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES)
             return builder.bitcast(self.call(name, rounded, value), kind)
-        bits = builder.bitcast(value, WORDS)
+        bits = builder.bitcast(value, self.word_vector)
         sixteen, one, most = map(self.words, (16, 1, 0x7FFF))
         odd = builder.and_(builder.lshr(bits, sixteen), one)
         bits = builder.add(builder.add(bits, odd), most)
