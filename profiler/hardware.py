@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from sequoia_plan.artifacts.processor import processor_name
-from sequoia_plan.runtime.base.instructions import OWN
+from sequoia_plan.runtime.backends import integer_products
 from sequoia_plan.runtime.base.kernel_launch import kernels_available
 from sequoia_plan.runtime.base.threads import num_threads
 from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
@@ -31,7 +31,7 @@ def fingerprint(device: torch.device | str) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "device": device.type,
         "processor": processor_name(),
-        "instructions": OWN.name,
+        "instructions": integer_products(),
         "threads": num_threads(),
     }
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from sequoia_plan.runtime.backends.loading import (
     PLACEMENTS,
     RESIDENT,
     OffloadedModel,
+    integer_products,
     keep_loaded,
     load_model,
     loaded,
@@ -19,5 +20,5 @@ from sequoia_plan.runtime.backends.loading import (
 
 __all__ = [
     "CAN_COMPILE", "COMPILED", "FUSED", "PLACEMENTS", "RESIDENT", "OffloadedModel",
-    "keep_loaded", "load_model", "loaded", "pack_draft", "place",
+    "integer_products", "keep_loaded", "load_model", "loaded", "pack_draft", "place",
 ]  # fmt: skip

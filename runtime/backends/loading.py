@@ -52,6 +52,15 @@ class _Keeper:
         return _Keeper, ()
 
 
+def integer_products() -> str:
+    """What compiled passes multiply integers with here, as "AVX2"; "" without numba."""
+    if not CAN_COMPILE:
+        return ""
+    from sequoia_plan.runtime.backends.packed.instructions import OWN
+
+    return OWN.name
+
+
 def loaded(model: Any) -> LoadedModel:
     """The `LoadedModel` of a transformers model in memory, made when it is first asked for.
 

@@ -26,6 +26,7 @@ from sequoia_plan.runtime.backends.packed.formats import (
     row_bytes,
     tile_bytes,
 )
+from sequoia_plan.runtime.backends.packed.instructions import FEATURES, KINDS, OWN, kind_for
 from sequoia_plan.runtime.backends.packed.products import emit_tile, encoded_bytes, encoding_for
 from sequoia_plan.runtime.backends.packed.tiles import (
     Matrix,
@@ -33,7 +34,6 @@ from sequoia_plan.runtime.backends.packed.tiles import (
     dense_rows,
     pack_rows,
 )
-from sequoia_plan.runtime.base.instructions import FEATURES, KINDS, OWN, kind_for
 
 INPUTS, ROWS = 512, 7
 INTEGER_FORMATS = [format.name for format in FORMATS if not format.is_float]

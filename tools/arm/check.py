@@ -37,7 +37,7 @@ def packed(name):
 
 formats, products, encoding, tiles = map(packed, ("formats", "products", "encoding", "tiles"))
 forward, attention, workers = map(packed, ("forward", "attention", "workers"))
-OWN = importlib.import_module("sequoia_plan.runtime.base.instructions").OWN
+OWN = packed("instructions").OWN
 OUTPUTS, INPUTS, ROWS = 64, 512, 11
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import cfunc, types
 
+from sequoia_plan.runtime.backends.packed.instructions import BYTE, LONG, OWN, WORD
 from sequoia_plan.runtime.backends.packed.vectors import (
     FLOAT,
     FLOATS,
@@ -22,7 +23,6 @@ from sequoia_plan.runtime.backends.packed.vectors import (
     Emitter,
     emitted,
 )
-from sequoia_plan.runtime.base.instructions import BYTE, LONG, OWN, WORD
 
 QUERIES = 6
 """Queries that share each load of keys and values: rows of a pass, and heads of a group."""

@@ -7,6 +7,7 @@ from llvmlite import ir
 from numba import cfunc, types
 
 from sequoia_plan.runtime.backends.packed.formats import GROUP
+from sequoia_plan.runtime.backends.packed.instructions import BYTE, WORD
 from sequoia_plan.runtime.backends.packed.products import (
     CHUNK,
     COUNTS,
@@ -27,7 +28,6 @@ from sequoia_plan.runtime.backends.packed.vectors import (
     Emitter,
     emitted,
 )
-from sequoia_plan.runtime.base.instructions import BYTE, WORD
 
 SMALLEST = 127 / 2.0**127
 """16 numbers of which none is larger are stored as zeros: the inverse of their scale is infinite"""

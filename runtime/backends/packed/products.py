@@ -19,8 +19,7 @@ from sequoia_plan.runtime.backends.packed.formats import (
     QUAD,
     Format,
 )
-from sequoia_plan.runtime.backends.packed.vectors import FLOAT, LANES, Emitter, emitted
-from sequoia_plan.runtime.base.instructions import (
+from sequoia_plan.runtime.backends.packed.instructions import (
     BYTE,
     HALF_WORD,
     HAS_BFLOAT16_PRODUCTS,
@@ -29,6 +28,7 @@ from sequoia_plan.runtime.base.instructions import (
     WORD,
     Instructions,
 )
+from sequoia_plan.runtime.backends.packed.vectors import FLOAT, LANES, Emitter, emitted
 
 CHUNK = 32
 """Rows that are encoded side by side, and multiplied by a tile at once."""

@@ -12,7 +12,7 @@ from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, lower_getattr_generic, models, register_model, unbox
 from numba.np.arrayobj import make_array, populate_array
 
-from sequoia_plan.runtime.base.instructions import LONG
+from sequoia_plan.runtime.backends.packed.instructions import LONG
 
 compiled = njit(nogil=True, cache=True, error_model="numpy")
 

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from sequoia_plan.runtime.base.instructions import (
+from sequoia_plan.runtime.backends.packed.instructions import (
     BYTE,
     HALF_WORD,
     HAS_BFLOAT16_PRODUCTS,

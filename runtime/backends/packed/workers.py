@@ -8,10 +8,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from sequoia_plan.runtime.backends.packed.instructions import LONG, WORD
 from sequoia_plan.runtime.backends.packed.records import compiled
 from sequoia_plan.runtime.backends.packed.system import sched_yield
 from sequoia_plan.runtime.backends.packed.vectors import Emitter
-from sequoia_plan.runtime.base.instructions import LONG, WORD
 
 LOOKS = 500
 """How often a worker looks for the others before it yields its processor."""

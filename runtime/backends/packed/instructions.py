@@ -10,7 +10,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -18,12 +18,8 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from sequoia_plan.artifacts.processor import instruction_sets
+from sequoia_plan.runtime.backends.packed.formats import QUAD
 
-if TYPE_CHECKING:
-    from sequoia_plan.runtime.backends.packed.vectors import Emitter
-
-FOUR = 4
-"""Bytes of a word."""
 BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 SIGNS = -0x7F7F7F80
 """The upper bit of each byte of a word."""
@@ -33,12 +29,12 @@ SIGNS = -0x7F7F7F80
 class Instructions:
     """A kind of processor: vectors of `lanes` words, of `needs`, features as LLVM names them.
 
-    `pieces` vectors of outputs have their weights of a group, and `float_rows` rows their sums of a
-    tile, in registers at once. `prepare(emit, weights, bits)` is what `add_up(emit, weights, bits,
-    numbers, start)` takes of a vector of words of weights: it adds up their products by the signed
-    bytes at the address `numbers`, the first four by the first weights, and so on. The int32 at the
-    address `start` is 128 times the sum of these bytes. `look_up(emit, words, table)`: of each byte
-    of words, what a table of 16 has.
+    Its functions emit code with a `vectors.Emitter`. `pieces` vectors of outputs have their weights
+    of a group, and `float_rows` rows their sums of a tile, in registers at once. `add_up(emit,
+    weights, bits, numbers, start)` adds up products: vectors of words of weights, each as
+    `prepare(emit, weights, bits)` returns it, by the signed bytes at the address `numbers`, the
+    first four by the first weights, and so on. The int32 at the address `start` is 128 times the
+    sum of these bytes. `look_up(emit, words, table)`: of each byte, what a table of 16 has.
     """
 
     name: str
@@ -46,17 +42,17 @@ class Instructions:
     pieces: int
     float_rows: int
     needs: tuple[str, ...]
-    add_up: Callable[[Emitter, Sequence[Any], int, Any, Any], Any]
-    look_up: Callable[[Emitter, Any, Sequence[int]], Any]
-    prepare: Callable[[Emitter, Any, int], Any] = lambda emit, weights, bits: weights
+    add_up: Callable[[Any, Sequence[Any], int, Any, Any], Any]
+    look_up: Callable[[Any, Any, Sequence[int]], Any]
+    prepare: Callable[[Any, Any, int], Any] = lambda emit, weights, bits: weights
 
 
-def _fours(emit: Emitter, numbers: Any, count: int) -> list[Any]:
+def _fours(emit: Any, numbers: Any, count: int) -> list[Any]:
     """Four bytes after the other, each four in all lanes."""
-    return [emit.load_splat(emit.at(numbers, FOUR * place), WORD) for place in range(count)]
+    return [emit.load_splat(emit.at(numbers, QUAD * place), WORD) for place in range(count)]
 
 
-def _four_of_a_vector(emit: Emitter, numbers: Any, count: int) -> list[Any]:
+def _four_of_a_vector(emit: Any, numbers: Any, count: int) -> list[Any]:
     """The same from one load: NEON multiplies by a lane of a vector."""
     words = emit.load(numbers, ir.VectorType(WORD, count), align=4)
     kind = ir.VectorType(WORD, emit.lanes)
@@ -66,12 +62,12 @@ def _four_of_a_vector(emit: Emitter, numbers: Any, count: int) -> list[Any]:
     ]
 
 
-def _as(emit: Emitter, value: Any, kind: Any) -> Any:
+def _as(emit: Any, value: Any, kind: Any) -> Any:
     """The bits of words as a vector of bytes or half words."""
     return emit.builder.bitcast(value, ir.VectorType(kind, 4 * emit.lanes * 8 // kind.width))
 
 
-def _add_up_vnni(emit: Emitter, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_vnni(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
     """vpdpbusd adds the products of four bytes."""
     total, name = emit.words(0), f"llvm.x86.avx512.vpdpbusd.{32 * emit.lanes}"
     for quad, four in zip(weights, _fours(emit, numbers, len(weights)), strict=True):
@@ -79,7 +75,7 @@ def _add_up_vnni(emit: Emitter, weights: Any, bits: int, numbers: Any, start: An
     return total
 
 
-def _prepare_avx2(emit: Emitter, weights: Any, bits: int) -> Any:
+def _prepare_avx2(emit: Any, weights: Any, bits: int) -> Any:
     """Of bytes, less 128: the sizes, and the signed ones; others as they are."""
     if bits < 8:
         return weights
@@ -87,7 +83,7 @@ def _prepare_avx2(emit: Emitter, weights: Any, bits: int) -> Any:
     return emit.call(f"llvm.abs.v{4 * emit.lanes}i8", signed.type, signed, ir.IntType(1)(0)), signed
 
 
-def _add_up_avx2(emit: Emitter, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_avx2(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
     """vpmaddubsw adds two products in 16 bits, which it must not exceed; vpmaddwd two of these."""
     builder, total, sums = emit.builder, None, None
     # 127 times the two largest weights, or times the sizes of bytes less 128
@@ -109,12 +105,12 @@ def _add_up_avx2(emit: Emitter, weights: Any, bits: int, numbers: Any, start: An
     return total
 
 
-def _prepare_signed(emit: Emitter, weights: Any, bits: int) -> Any:
+def _prepare_signed(emit: Any, weights: Any, bits: int) -> Any:
     """Weights less 128."""
     return emit.builder.xor(weights, emit.words(SIGNS))
 
 
-def _add_up_neon(emit: Emitter, weights: Any, total: Any, numbers: Any, name: str) -> Any:
+def _add_up_neon(emit: Any, weights: Any, total: Any, numbers: Any, name: str) -> Any:
     """`sdot` and `usdot` add the products of four bytes."""
     for quad, four in zip(weights, _four_of_a_vector(emit, numbers, len(weights)), strict=True):
         pair = _as(emit, quad, BYTE), _as(emit, four, BYTE)
@@ -122,19 +118,19 @@ def _add_up_neon(emit: Emitter, weights: Any, total: Any, numbers: Any, name: st
     return total
 
 
-def _add_up_sdot(emit: Emitter, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_sdot(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
     return _add_up_neon(emit, weights, emit.load_splat(start, WORD), numbers, "sdot")
 
 
-def _add_up_usdot(emit: Emitter, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_usdot(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
     return _add_up_neon(emit, weights, emit.words(0), numbers, "usdot")
 
 
-def _add_up_anywhere(emit: Emitter, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_anywhere(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
     """Byte by byte, with what every processor has."""
     builder, total = emit.builder, emit.words(0)
     for quad, four in zip(weights, _fours(emit, numbers, len(weights)), strict=True):
-        for byte in range(FOUR):
+        for byte in range(QUAD):
             weight = builder.and_(builder.lshr(quad, emit.words(8 * byte)), emit.words(255))
             number = builder.shl(four, emit.words(24 - 8 * byte))
             number = builder.ashr(number, emit.words(24))
@@ -142,10 +138,10 @@ def _add_up_anywhere(emit: Emitter, weights: Any, bits: int, numbers: Any, start
     return total
 
 
-def _look_up_with(name: str) -> Callable[[Emitter, Any, Sequence[int]], Any]:
+def _look_up_with(name: str) -> Callable[[Any, Any, Sequence[int]], Any]:
     """An instruction that has a table of 16 bytes for each 16 indices."""
 
-    def look_up(emit: Emitter, words: Any, table: Sequence[int]) -> Any:
+    def look_up(emit: Any, words: Any, table: Sequence[int]) -> Any:
         indices = _as(emit, words, BYTE)
         entries = ir.Constant(indices.type, [*table] * (indices.type.count // len(table)))
         values = emit.call(name, indices.type, entries, indices)
@@ -154,7 +150,7 @@ def _look_up_with(name: str) -> Callable[[Emitter, Any, Sequence[int]], Any]:
     return look_up
 
 
-def _look_up_anywhere(emit: Emitter, words: Any, table: Sequence[int]) -> Any:
+def _look_up_anywhere(emit: Any, words: Any, table: Sequence[int]) -> Any:
     """Each bit chooses between halves of what is left."""
     builder, indices = emit.builder, _as(emit, words, BYTE)
 
