@@ -25,12 +25,12 @@ class NewText:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that is known with these tokens."""
-        known = ""
+        whole = ""
         for token in tokens:
             self.waiting.append(token)
             if not (text := self.rest()).endswith("\ufffd"):
-                known, self.waiting = known + text, []
-        return known
+                whole, self.waiting = whole + text, []
+        return whole
 
     def rest(self) -> str:
         """The text of the tokens that wait, as it is after others.

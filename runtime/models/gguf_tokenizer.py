@@ -69,8 +69,8 @@ def end_tokens(file: GgufFile) -> list[int]:
     numbers = {token: number for number, token in enumerate(tokens)}
     ends = set(ENDS.split()) & numbers.keys()
     for name, texts in ONE_OF.items():
-        found = [numbers[text] for text in texts.split() if text in numbers]
-        if (number := own.get(f"{name}_token_id", min(found, default=None))) is not None:
+        named = [numbers[text] for text in texts.split() if text in numbers]
+        if (number := own.get(f"{name}_token_id", min(named, default=None))) is not None:
             ends.add(tokens[number])
     if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
         ends.discard("<|end|>")  # it ends a message

@@ -313,10 +313,7 @@ def gate_all(reader, matrices, num_rows, rows, encoded, counter, workers):
 
 @compiled
 def compute_logits(reader, part, rows, start, worker, counter, workers):
-    """Some logits of normed rows, by a part of the head, into those from `start` on.
-
-    Of equal largest ones a worker notes the first, since those that it takes ascend.
-    """
+    """Some logits of normed rows, by a part of the head, into those from `start` on."""
     head, encoded, num_rows = reader.model.head, reader.encoded[worker], rows.shape[0]
     matrix, column = head[part], part * head[0, NUM_TILES] * UNIT
     encode(matrix, num_rows, rows, encoded)
@@ -330,6 +327,7 @@ def compute_logits(reader, part, rows, start, worker, counter, workers):
         for row in range(num_rows):  # while they are in cache
             if first_token < end_token:
                 largest, token = largest_of(reader.logits[start + row, first_token:end_token])
+                # of equal ones the first: what a worker takes ascends
                 if largest > reader.largest[worker, row] or largest != largest:
                     reader.largest[worker, row] = largest
                     reader.best[worker, row] = first_token + token

@@ -85,11 +85,10 @@ def _prepare_avx2(emit: Any, weights: Any, bits: int) -> Any:
 
 def _add_up_avx2(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
     """vpmaddubsw adds two products in 16 bits, which it must not exceed; vpmaddwd two of these."""
-    builder, total, sums = emit.builder, None, None
-    # 127 times the two largest weights, or times the sizes of bytes less 128
-    together = max(32767 // (254 * ((1 << bits) - 1)), 1) if bits < 8 else 1
-    if bits == 8:
-        total = emit.load_splat(start, WORD)
+    builder, sums = emit.builder, None
+    total = emit.load_splat(start, WORD) if bits == 8 else None
+    # a pair is 127 times the two largest weights; sizes of bytes less 128 leave room for one
+    together = max(32767 // (254 * ((1 << bits) - 1)), 1)
     for place, four in enumerate(_fours(emit, numbers, len(weights))):
         quad, numbers = weights[place], _as(emit, four, BYTE)
         if bits == 8:
@@ -200,5 +199,8 @@ def _compiled_for() -> set[str]:
 
 FEATURES = _compiled_for()
 OWN = kind_for(FEATURES)
-HAS_BFLOAT16_PRODUCTS = "avx512bf16" in FEATURES
-"""Whether vdpbf16ps adds products of pairs of bfloat16 numbers."""
+
+
+def multiplies_bfloats(lanes: int) -> bool:
+    """Whether vdpbf16ps adds products of pairs of bfloat16 numbers, in vectors of so many."""
+    return "avx512bf16" in FEATURES and lanes == KINDS[0].lanes

@@ -22,11 +22,11 @@ from sequoia_plan.runtime.backends.packed.formats import (
 from sequoia_plan.runtime.backends.packed.instructions import (
     BYTE,
     HALF_WORD,
-    HAS_BFLOAT16_PRODUCTS,
     LONG,
     OWN,
     WORD,
     Instructions,
+    multiplies_bfloats,
 )
 from sequoia_plan.runtime.backends.packed.vectors import FLOAT, LANES, Emitter, emitted
 
@@ -61,8 +61,7 @@ def encoding_for(format: int, kind: Instructions = OWN) -> Encoding:
         return Encoding(ENCODE_INTEGERS, layout.zero or layout.offset_sign)
     if layout.name != "BF16":
         return Encoding(ENCODE_FLOATS)
-    has_products = HAS_BFLOAT16_PRODUCTS and kind.lanes == LANES
-    return Encoding(ENCODE_BFLOAT16 if has_products else ENCODE_ROUNDED)
+    return Encoding(ENCODE_BFLOAT16 if multiplies_bfloats(kind.lanes) else ENCODE_ROUNDED)
 
 
 def encoded_bytes(format: int, inputs: int, kind: Instructions = OWN) -> int:
@@ -138,17 +137,12 @@ def _emit_numbers(
     emit: Emitter, format: Format, encoding: int, address: Any
 ) -> list[tuple[Any, int]]:
     """Vectors of weights and the places of their inputs; of pairs, the upper numbers first."""
-    builder = emit.builder
     if format.name != "BF16":
         return [(emit.floats(address, f"float{8 * format.block_bytes}"), 0)]
     pairs = emit.load(address, emit.word_vector)
     if encoding == ENCODE_BFLOAT16:
         return [(pairs, 0)]
-    upper = builder.and_(pairs, emit.words(-1 << 16)), builder.shl(pairs, emit.words(16))
-    return [
-        (builder.bitcast(half, emit.float_vector), byte)
-        for half, byte in zip(upper, (4, 0), strict=True)
-    ]
+    return list(zip(emit.halves(pairs), (4, 0), strict=True))
 
 
 def _emit_integer_tile(

@@ -20,9 +20,9 @@ from numba.extending import intrinsic
 from sequoia_plan.runtime.backends.packed.instructions import (
     BYTE,
     HALF_WORD,
-    HAS_BFLOAT16_PRODUCTS,
     LONG,
     WORD,
+    multiplies_bfloats,
 )
 
 LANES = 16
@@ -129,17 +129,19 @@ class Emitter:
         builder, total = self.builder, self.builder.load(variable)
         if left.type == self.float_vector:
             total = self.fma(left, right, total)
-        elif HAS_BFLOAT16_PRODUCTS and self.lanes == LANES:
+        elif multiplies_bfloats(self.lanes):
             pairs = (builder.bitcast(pair, BFLOATS) for pair in (left, right))
             total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
         else:
-            upper, bits = map(self.words, (-1 << 16, 16))
-            for half in (lambda x: builder.and_(x, upper), lambda x: builder.shl(x, bits)):
-                left_half, right_half = (
-                    builder.bitcast(half(x), self.float_vector) for x in (left, right)
-                )
-                total = self.fma(left_half, right_half, total)
+            for numbers in zip(self.halves(left), self.halves(right), strict=True):
+                total = self.fma(*numbers, total)
         builder.store(total, variable)
+
+    def halves(self, pairs: ir.Value) -> list[ir.Value]:
+        """The upper and the lower number of pairs in bfloat16, as float32."""
+        upper = self.builder.and_(pairs, self.words(-1 << 16))
+        lower = self.builder.shl(pairs, self.words(16))
+        return [self.builder.bitcast(half, self.float_vector) for half in (upper, lower)]
 
     def larger(self, value: ir.Value, bound: ir.Value) -> ir.Value:
         """The larger of two vectors' numbers; the second one's in place of NaN."""
@@ -148,7 +150,7 @@ class Emitter:
     def bfloats(self, value: ir.Value) -> ir.Value:
         """float32 numbers rounded to bfloat16, ties to even, as int16."""
         builder, kind = self.builder, ir.VectorType(HALF_WORD, self.lanes)
-        if HAS_BFLOAT16_PRODUCTS and self.lanes == LANES:
+        if multiplies_bfloats(self.lanes):
             name, rounded = "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES)
             return builder.bitcast(self.call(name, rounded, value), kind)
         bits = builder.bitcast(value, self.word_vector)
