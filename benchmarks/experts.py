@@ -33,9 +33,9 @@ from reports import spread
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.pretrained import find_model
 
 FOLDER = Path("build/experts")
 TARGET, DRAFT = FOLDER / "target", FOLDER / "draft"

@@ -13,15 +13,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sequoia_plan.artifacts import Acceptance, TokenTree, load_tree
 from sequoia_plan.artifacts.expected_tokens import node_values
+from sequoia_plan.models.backends import FUSED, RESIDENT, place
+from sequoia_plan.models.base.cache import round_up
+from sequoia_plan.models.base.dtype import dtype_name, resolve_dtype
+from sequoia_plan.models.modules.streamed_layers import attach_stream, view_slots
+from sequoia_plan.models.offload.host_stream import HostStream, pin
+from sequoia_plan.models.offload.memory import SLOTS
+from sequoia_plan.models.offload.weight_file import Place, WeightBlock, aligned_memory
 from sequoia_plan.runtime import Pair
-from sequoia_plan.runtime.backends import FUSED, RESIDENT, pack_draft, place
-from sequoia_plan.runtime.backends.modules.streamed_layers import attach_stream, view_slots
-from sequoia_plan.runtime.base.cache import round_up
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
-from sequoia_plan.runtime.offload.host_stream import HostStream, pin
-from sequoia_plan.runtime.offload.memory import SLOTS
-from sequoia_plan.runtime.offload.weight_file import Place, WeightBlock, aligned_memory
+from sequoia_plan.runtime.pair import place_draft
 
 Shape = dict[str, int]
 
@@ -102,7 +103,7 @@ def random_pair(
             norms=Eagle3Norms(),
         )
     eagle = eagle.to(dtype).eval()
-    pack_draft(eagle, FUSED)
+    place_draft(eagle, FUSED)
     return Pair(target_model, eagle, None)
 
 

@@ -30,6 +30,8 @@ from reports import write_report
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.tree_file import CATALOG
+from sequoia_plan.models.backends import RESIDENT, place
+from sequoia_plan.models.base import kernel_launch
 from sequoia_plan.profiler.bench import compare
 from sequoia_plan.profiler.breakdown import breakdown
 from sequoia_plan.profiler.hardware import fingerprint
@@ -37,8 +39,6 @@ from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.profiler.timing import random_prompt, timed
 from sequoia_plan.profiler.verification import bushy
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import RESIDENT, place
-from sequoia_plan.runtime.base import kernel_launch
 from sequoia_plan.runtime.captured_step import CapturedStep
 
 Figures = dict[str, Any]

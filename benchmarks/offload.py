@@ -58,8 +58,8 @@ def bytes_read_so_far(process: int | str = "self") -> int:
 
 def bytes_per_second(path: Path) -> float:
     """The speed of two threads that read a packed file as a stream does."""
-    from sequoia_plan.runtime.offload.disk_stream import THREADS
-    from sequoia_plan.runtime.offload.weight_file import WeightFile, aligned_memory, bytes_of
+    from sequoia_plan.models.offload.disk_stream import THREADS
+    from sequoia_plan.models.offload.weight_file import WeightFile, aligned_memory, bytes_of
 
     file = WeightFile(path)
     end = file.blocks[-1].offset // CHUNK * CHUNK
@@ -180,7 +180,7 @@ PARTS: Parts = {
 
 def measure(options: argparse.Namespace, name: str) -> Any:
     """Run a part in a control group inside of this process's."""
-    from sequoia_plan.runtime.offload.weight_cache import cache_folder
+    from sequoia_plan.models.offload.weight_cache import cache_folder
 
     packed = list(cache_folder().glob(f"{Path(options.target).stem}-*.packed"))
     models = [options.target, options.draft, options.gguf, *options.folder.iterdir(), *packed]
@@ -268,8 +268,8 @@ def run_all() -> None:
         print(json.dumps(PARTS[options.child](options)))
         return
     from sequoia_plan.artifacts.prompts import BUILT_IN, by_kind, held_out_half, load
+    from sequoia_plan.models.files.pretrained import find_model
     from sequoia_plan.profiler.prompts import encode
-    from sequoia_plan.runtime.models.pretrained import find_model
 
     tokenizer, prompts = find_model(options.target).tokenizer(), by_kind(load(BUILT_IN))
     options.prompts = [

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from reports import new_parser, spread, write_report
 
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.base.threads import one_thread_of_torch
+from sequoia_plan.models.files.gguf import embedded_gguf
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import load_pair
-from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.base.threads import one_thread_of_torch
-from sequoia_plan.runtime.models.gguf import embedded_gguf
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 ROWS, PROMPTS = (1, 2, 4, 6, 8, 16), (512, 4096)
 REPEATS = 5
@@ -55,7 +55,7 @@ def timed_pass(model: LoadedModel, rows: int, context: int) -> Callable[[], floa
 
     def run() -> float:
         time.sleep(PAUSE)
-        with one_thread_of_torch(model.has_own_threads):
+        with one_thread_of_torch(model.traits.is_compiled):
             model(cache, tokens, slots, slots, mask)  # wakes the threads
             start = time.perf_counter()
             for _ in range(REPEATS):
@@ -72,7 +72,7 @@ def timed_prompt(model: LoadedModel, length: int, context: int) -> Callable[[], 
 
     def run() -> float:
         start = time.perf_counter()
-        if model.has_own_threads:
+        if model.traits.is_compiled:
             with one_thread_of_torch(True):
                 model.prefill(cache, tokens)
         else:

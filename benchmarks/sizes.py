@@ -39,10 +39,10 @@ from results import RESULTS, ROOT
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.artifacts.processor import processor_name
+from sequoia_plan.models.backends import integer_products
+from sequoia_plan.models.loaded_model import LoadedModel
+from sequoia_plan.models.packed.weights import EMBEDDING, HEAD
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import integer_products
-from sequoia_plan.runtime.backends.packed.weights import EMBEDDING, HEAD
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 PAGE, KINDS_PAGE = ROOT / "docs" / "sizes.md", ROOT / "docs" / "speed.md"
 ROWS, CONTEXT, PROMPT, NEW_TOKENS = (1, 2, 4, 8, 16, 32, 64), 128, 512, 64
@@ -56,7 +56,7 @@ def load_and_decode(target: str, draft: str) -> dict[str, float]:
 
     `anonymous_mb` is what no file backs of it, looked at a hundred times a second.
     """
-    import_module("sequoia_plan.runtime.backends.packed.loading")  # an import that is not counted
+    import_module("sequoia_plan.models.packed.loading")  # an import that is not counted
     anonymous, ended = [0.0], threading.Event()
 
     def watch() -> None:

@@ -15,6 +15,8 @@ from sequoia_plan.artifacts import ArgumentError, BenchResult, TokenTree
 from sequoia_plan.artifacts.bench_result import BenchSettings, TreeShape
 from sequoia_plan.artifacts.prediction import prediction_for
 from sequoia_plan.artifacts.profile import takes_chains_only
+from sequoia_plan.models.backends import RESIDENT
+from sequoia_plan.models.base.dtype import dtype_name
 from sequoia_plan.profiler.bench_figures import TITLES, predicted_by_kind, summary
 from sequoia_plan.profiler.decoding_methods import (
     DecodePrompt,
@@ -26,8 +28,6 @@ from sequoia_plan.profiler.decoding_methods import (
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.profiler.journal import Journal
 from sequoia_plan.runtime import Pair, Sampling
-from sequoia_plan.runtime.backends import RESIDENT
-from sequoia_plan.runtime.models.dtype import dtype_name
 
 TRANSFORMERS_METHODS = {"generate", "assisted", "lookup"}
 LOOKUP_TOKENS = 10

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.sampling import not_followed
+from sequoia_plan.runtime.sampling.sampling import not_followed
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
+from sequoia_plan.models.base.masks import additive_mask
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import STREAMED_TREE, TREE, num_counted_levels
 from sequoia_plan.profiler.traversal_paths import recording_traversal
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.drafter import steps_of
 from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
 
@@ -143,7 +143,7 @@ class ForcedAcceptance:
         # so the target reads them again; they are not counted and have no level
         num_repeated = min(first, self.tree.depth) if self.drafter.aux_hidden_state_layers else 0
         levels_read = [-1] * num_repeated + levels.tolist()
-        if step.target.chains_only:  # they have read the text to its end
+        if step.target.traits.chains_only:  # they have read the text to its end
             step.target.prefill(step.sequence.target, text[: first - num_repeated])
         for start, end in pieces(levels_read):
             positions = np.arange(start, end) - num_repeated  # 0 is the prompt's last token

@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from sequoia_plan.artifacts.processor import processor_name
-from sequoia_plan.runtime.backends import integer_products
-from sequoia_plan.runtime.base.kernel_launch import kernels_available
-from sequoia_plan.runtime.base.threads import num_threads
-from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
-from sequoia_plan.runtime.models.layer_operations import silu_mul
+from sequoia_plan.models.backends import integer_products
+from sequoia_plan.models.base.dtype import dtype_name, resolve_dtype
+from sequoia_plan.models.base.kernel_launch import kernels_available
+from sequoia_plan.models.base.threads import num_threads
+from sequoia_plan.models.layers.layer_operations import silu_mul
 
 TIME_KEYS = ("device", "processor", "instructions", "threads", "gpu", "torch")
 """Keys of a fingerprint that change step times."""

@@ -18,7 +18,7 @@ from sequoia_plan.artifacts.lookup import (
     write_positions,
 )
 from sequoia_plan.profiler.observed import LEVELS, ObservedAcceptance
-from sequoia_plan.runtime.base.lookup import look_up as decoders_look_up
+from sequoia_plan.runtime.lookup import look_up as decoders_look_up
 
 CHAIN = 24
 """Tokens of a lookup chain that are verified."""

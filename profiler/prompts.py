@@ -6,8 +6,8 @@ from typing import Any
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, PromptText, held_out_half, load
+from sequoia_plan.models.base.errors import first_line
 from sequoia_plan.runtime import Pair
-from sequoia_plan.runtime.base.errors import first_line
 from sequoia_plan.runtime.text import text_ids
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.base.cache import round_up
-from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.sequence import CATCH_UP_TOKENS, SequenceState
-from sequoia_plan.runtime.base.threads import one_thread_of_torch
+from sequoia_plan.models.base.cache import round_up
+from sequoia_plan.models.base.threads import one_thread_of_torch
+from sequoia_plan.models.layers import split_keys
 from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter
-from sequoia_plan.runtime.models import split_keys
+from sequoia_plan.runtime.sampling.sampling import Sampling
+from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, SequenceState
 from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class CapturedStep(TreeStep):
         if self.lookup:
             self.sequence.reserve_rows("lookup_chain", self.lookup.chain_length)
         capacity = self._extent(max_length + max_size)
-        with one_thread_of_torch(self.target.has_own_threads):
+        with one_thread_of_torch(self.target.traits.is_compiled):
             self.models.prefill(prompt, capacity, max_size, seed, unsettled)
 
     def extent(self, length: int) -> int:
@@ -130,7 +130,7 @@ class CapturedStep(TreeStep):
         compiled = self.compiled(sampling) if fits and not self.runs_by_parts else None
         num_unread = 0
         if self.drafter and self.alternates:
-            with one_thread_of_torch(self.target.has_own_threads):
+            with one_thread_of_torch(self.target.traits.is_compiled):
                 num_unread = catch_up(
                     self.drafter, self.sequence, self.tree, length, extent, bool(compiled)
                 )
@@ -217,7 +217,7 @@ class CapturedStep(TreeStep):
         """`function(*inputs)`, as a CUDA graph where that is possible."""
         graphs, sequence = self.models.graphs, self.sequence
         if graphs is None or (part == "draft" and sequence.path_logits):
-            with one_thread_of_torch(self.target.has_own_threads):
+            with one_thread_of_torch(self.target.traits.is_compiled):
                 return function(*inputs)
         if graphs.version != sequence.version:
             graphs.clear(sequence.version)

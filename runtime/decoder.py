@@ -15,9 +15,10 @@ from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import FIRST_BALANCE, State
-from sequoia_plan.runtime.base.path_logits import PathLogits
-from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
+from sequoia_plan.runtime.constraints.grammar import Grammar
+from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
+from sequoia_plan.runtime.constraints.path_logits import PathLogits
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Ending,
@@ -29,9 +30,8 @@ from sequoia_plan.runtime.generation import (
     stop_criteria,
     whole_number,
 )
-from sequoia_plan.runtime.grammar import Grammar
-from sequoia_plan.runtime.logits_processors import LogitsProcessors, split_at_warpers
 from sequoia_plan.runtime.pace import MAX_CONTEXTS, note_pace
+from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.session import Session
 from sequoia_plan.runtime.text import NewText, TextStream
 

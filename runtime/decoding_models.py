@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.base.architecture import model_type, rope_reason
+from sequoia_plan.models.loaded_model import LoadedModel
+from sequoia_plan.models.vocabulary import check_tokenizers, shared_vocabulary
 from sequoia_plan.runtime.capture import step_graphs
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
-from sequoia_plan.runtime.models.architecture import model_type, rope_reason
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
-from sequoia_plan.runtime.models.vocabulary import check_tokenizers, shared_vocabulary
+from sequoia_plan.runtime.sequence import SequenceState
 
 MAX_TREE_NODES = 4096
 """The mask and the paths of a tree grow with the square of its size."""
@@ -62,7 +62,7 @@ class DecodingModels:
         self.versions = [model.version for model in self.models]
         self.files = [model.file for model in self.models if hasattr(model, "file")]
         self.sequence = SequenceState(self.device)
-        if self.target.chains_only:
+        if self.target.traits.chains_only:
             captured = False  # the host reads how many tokens they read again
         self.graphs = step_graphs(self.models, self.device, captured)
         self.compiled_step: Any = None
@@ -71,16 +71,18 @@ class DecodingModels:
     def step_for(self, rows: int) -> Any:
         """What runs steps with passes of up to so many rows in one call; None if nothing does."""
         sequence, drafter = self.sequence, self.drafter
+        if not all(model.traits.is_compiled for model in self.models):
+            return None
         memory = (sequence.tokens, sequence.bits, sequence.lookup_chain)
         state = [*self.versions, sequence.version, *(tensor.data_ptr() for tensor in memory)]
         is_large_enough = self.compiled_step is None or self.compiled_step.rows >= rows
         if state != self.step_state or not is_large_enough:
             self.step_state = state
-            self.compiled_step = self.target.backend.new_step(
-                (drafter and drafter.part_of_step) or drafter, sequence, rows=rows,
-                contexts=self.contexts,
-                hidden_states=self.hidden_states, vocabulary=drafter.vocabulary if drafter else 0,
-                d2t=drafter.d2t if drafter else None,
+            from sequoia_plan.runtime.compiled.compiled_step import new_step  # needs numba
+
+            self.compiled_step = new_step(
+                self.target.backend, drafter, sequence, rows=rows, contexts=self.contexts,
+                hidden_states=self.hidden_states,
             )  # fmt: skip
         return self.compiled_step
 
@@ -116,7 +118,7 @@ class DecodingModels:
         sequence.generator.manual_seed(seed)
         settled = sequence.num_read - (unsettled or 0)
         # a recurrent state cannot go back to where the texts part
-        reads_all = unsettled is None or self.target.chains_only
+        reads_all = unsettled is None or self.target.traits.chains_only
         start = 0 if reads_all else sequence.num_shared(prompt[:-1])
         sequence.num_read = start
         self._reserve(capacity, max_size)
@@ -149,7 +151,7 @@ class DecodingModels:
     @property
     def max_children(self) -> int:
         """The most children that a node may have."""
-        if self.target.chains_only:
+        if self.target.traits.chains_only:
             return 1
         return self.drafter.vocabulary if self.drafter else MAX_TREE_NODES
 
@@ -181,7 +183,7 @@ class DecodingModels:
                 f"a tree of {tree.size} nodes needs a draft model; only a tree of one node decodes "
                 "without"
             )
-        if tree.branching > 1 and self.target.chains_only:
+        if tree.branching > 1 and self.target.traits.chains_only:
             raise SequoiaPlanError(
                 f"tree: {tree.branching} children of one node, and {model_type(self.target)} "
                 "has layers with a recurrent state, where a tree needs a state for each node; take "

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.models.architecture import text_config, unwrapped
+from sequoia_plan.models.base.architecture import text_config, unwrapped
+from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.text import text_ids
 
 Criterion = Callable[..., Any]

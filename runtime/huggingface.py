@@ -16,11 +16,11 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.base.forks import renewed_in_forks
-from sequoia_plan.runtime.base.sampling import Sampling, verifier_of
+from sequoia_plan.models.base.forks import renewed_in_forks
+from sequoia_plan.runtime.constraints.grammar import Grammar
+from sequoia_plan.runtime.constraints.logits_processors import split_at_warpers
 from sequoia_plan.runtime.decoder import SequoiaDecoder
-from sequoia_plan.runtime.grammar import Grammar
-from sequoia_plan.runtime.logits_processors import split_at_warpers
+from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 
 SETTING_OF_PROCESSOR = {
     processors.TemperatureLogitsWarper: "temperature",

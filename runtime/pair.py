@@ -11,22 +11,24 @@ from torch import Tensor
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.processor import usable_cores
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
-from sequoia_plan.runtime import backends
-from sequoia_plan.runtime.backends import CAN_COMPILE, COMPILED, FUSED, PLACEMENTS, RESIDENT
-from sequoia_plan.runtime.base.masks import causal_mask
-from sequoia_plan.runtime.base.sampling import not_followed
+from sequoia_plan.models import backends
+from sequoia_plan.models.backends import COMPILED, FUSED, PLACEMENTS, RESIDENT, fused
+from sequoia_plan.models.base.architecture import context_length, rope_reason
+from sequoia_plan.models.base.dtype import resolve_dtype
+from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
+from sequoia_plan.models.base.masks import causal_mask
+from sequoia_plan.models.files.gguf import is_gguf
+from sequoia_plan.models.files.pretrained import find_model, name_of
+from sequoia_plan.models.loaded_model import NOT_CUT, LoadedModel
+from sequoia_plan.models.offload.weight_file import OnBytes
+from sequoia_plan.models.vocabulary import common_tokens, shared_vocabulary
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, load_checkpoint
+from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft, ModuleDraft
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
 from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan.runtime.models.architecture import context_length, rope_reason
-from sequoia_plan.runtime.models.dtype import resolve_dtype
-from sequoia_plan.runtime.models.gguf import is_gguf
-from sequoia_plan.runtime.models.loaded_model import NOT_CUT, LoadedModel
-from sequoia_plan.runtime.models.pretrained import find_model, name_of
-from sequoia_plan.runtime.models.vocabulary import common_tokens, shared_vocabulary
-from sequoia_plan.runtime.offload.weight_file import OnBytes
+from sequoia_plan.runtime.sampling.sampling import not_followed
 from sequoia_plan.runtime.text import text_ids
 
 LINKS = ("host", "disk")
@@ -112,7 +114,7 @@ def load_pair(
         offload: one of `LINKS`: layers of the target that do not fit into `memory` are streamed
             from there in every pass.
         memory: what the target's weights, both KV caches and the draft may take on the device, as
-            "300MB", "24GB" or bytes; None for what is free. See `runtime.offload.memory`.
+            "300MB", "24GB" or bytes; None for what is free. See `models.offload.memory`.
         bits: 8 or 4: the target's matrices are rounded to so many bits, in groups of 32 inputs (the
             output head to 8), and a remark says what that costs. The target is then this rounded
             model. Only for a target that is compiled, and is not a GGUF file in its own bits.
@@ -199,11 +201,11 @@ def add_draft(
         model.name = name
     elif draft == MTP:
         model, name = load_mtp(target), MTP
-        backends.pack_draft(model, placement)
+        place_draft(model, placement)
     elif checkpoint := find_checkpoint(source):
         model = load_checkpoint(checkpoint, target, target.dtype)
         remarks += length_remarks(checkpoint, model, target)
-        backends.pack_draft(model, placement)
+        place_draft(model, placement)
     else:
         keeps_bits = placement == COMPILED and is_gguf(source)
         dtype = "auto" if keeps_bits else dtype  # no text depends on a draft's bits
@@ -215,6 +217,20 @@ def add_draft(
     return replace(
         pair, draft=model, metadata=pair.metadata | {"draft": {"name": name}}, remarks=remarks
     )
+
+
+def place_draft(draft: HiddenStateDraft, placement: str) -> str:
+    """Let a draft with hidden states run as `placement` says; returns why it is not compiled."""
+    reason = ""
+    if placement == COMPILED:
+        from sequoia_plan.runtime.draft.packed_eagle import PackedEagle, why_not
+
+        if not (reason := why_not(draft)):
+            draft.backend = PackedEagle(draft)
+            return ""
+    if placement != RESIDENT:
+        draft.backend = ModuleDraft(draft, fused(draft, FUSED))
+    return reason
 
 
 def save_model(pair: Pair, role: str, folder: str | Path) -> None:
@@ -292,7 +308,7 @@ def _check_arguments(
 
 def _resolve_placement(placement: str, device: str) -> str:
     """One of `PLACEMENTS`; ArgumentError for any other, and where passes cannot be compiled."""
-    can_compile = CAN_COMPILE and device == "cpu"
+    can_compile = HAS_NUMBA and device == "cpu"
     if placement == "auto":
         return COMPILED if can_compile else FUSED
     if placement not in PLACEMENTS:

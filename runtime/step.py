@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.lookup import Lookup, look_up
-from sequoia_plan.runtime.base.path_logits import Path, paths_of
-from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.runtime.constraints.path_logits import Path, paths_of
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, DraftPass, draft_tree
+from sequoia_plan.runtime.lookup import Lookup, look_up
+from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.verify import AcceptedPath
 from sequoia_plan.runtime.verify.tree_verifier import TreeVerifier
 
@@ -73,7 +73,7 @@ class TreeStep:
         drafted = draft_tree(
             self.drafter, self.passes, sequence, columns, sampling, bits, self.branching, process
         )
-        if self.target.is_split:
+        if self.target.traits.is_split:
             slots = sequence.length + self.tensors.nodes
             tokens = self.target.backend.from_first(sequence.tokens[slots])
             sequence.tokens.index_copy_(0, slots, tokens)
@@ -122,7 +122,7 @@ class TreeStep:
         """
         draws = drafted.draft_probs, drafted.drawn
         accepted = self.verifier(sampling, self.sequence, logits, draws)
-        if not self.target.is_split:
+        if not self.target.traits.is_split:
             return accepted
         # one tensor, so that one message carries all: the path, one count, one bonus token
         own_result = torch.cat([accepted.path, accepted.count, accepted.bonus])

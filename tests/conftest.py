@@ -71,7 +71,7 @@ def pair():
 @pytest.fixture(scope="session")
 def plain_target():
     """The same target as transformers loads it."""
-    from sequoia_plan.runtime.models.pretrained import load_module
+    from sequoia_plan.models.files.pretrained import load_module
 
     return load_module(None, "cpu", torch.float32)[0]
 
@@ -118,7 +118,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Reads take longer than a layer computes, as on a real disk."""
-    from sequoia_plan.runtime.offload.weight_file import WeightFile
+    from sequoia_plan.models.offload.weight_file import WeightFile
 
     right = WeightFile.read
 

@@ -14,9 +14,9 @@ from toys import TREE, toy_models
 
 from drafts import small_pair
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.models import loaded_model
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
-from sequoia_plan.runtime.models import loaded_model
+from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER
 
 TREES = [TREE, TokenTree.chain(5), TokenTree.star(4), TokenTree.chain(1)]
 PROMPTS = [[3], [3, 1], [3, 1, 4, 1, 5]]

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, TextIteratorStreamer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.models.vocabulary import check_tokenizers
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.vocabulary import check_tokenizers
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 NEW = 40

@@ -14,7 +14,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from sequoia_plan.runtime.models.dtype import resolve_dtype
+from sequoia_plan.models.base.dtype import resolve_dtype
 
 pytestmark = pytest.mark.slow
 BARE = """

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 OWN = "sequoia_plan"
-FROM_BASE = {"artifacts", "runtime.base"}
-RUNTIME_NAMES = ("base", "models", "backends", "offload", "draft", "verify")
-RUNTIME_PARTS = {f"runtime.{name}" for name in RUNTIME_NAMES}
+ONE_MODEL = {"artifacts", "models", "models.base", "models.files", "models.layers"}
+MODELS = ONE_MODEL | {"models.offload", "models.modules", "models.packed"}
+LOW_RUNTIME = {"runtime.constraints", "runtime.lookup", "runtime.sampling", "runtime.sequence"}
+RUNTIME_PARTS = LOW_RUNTIME | {"runtime.compiled", "runtime.draft", "runtime.verify"}
 MAY_IMPORT = {
     "artifacts": set(),
     "engines": {"artifacts"},
@@ -24,16 +25,25 @@ MAY_IMPORT = {
     "planner.solving": {"artifacts"},
     "planner.report": {"artifacts", "planner.solving", "engines"},
     "planner.cli": {"artifacts", "engines", "planner.solving", "planner.report", "profiler"}
-    | {"runtime"},
+    | {"runtime", "models.backends"},
     "planner.package": {"planner.cli"},
-    "runtime.base": {"artifacts"},
-    "runtime.models": FROM_BASE,
-    "runtime.offload": FROM_BASE | {"runtime.models"},
-    "runtime.backends": FROM_BASE | {"runtime.models", "runtime.offload"},
-    "runtime.draft": FROM_BASE | {"runtime.models"},
-    "runtime.verify": FROM_BASE,
-    "runtime": RUNTIME_PARTS | {"artifacts"},
-    "profiler": RUNTIME_PARTS - {"runtime.offload"} | {"artifacts", "runtime"},
+    "models.base": {"artifacts"},
+    "models.files": {"artifacts", "models.base"},
+    "models.layers": {"artifacts", "models.base"},
+    "models.offload": ONE_MODEL - {"models.layers"},
+    "models.modules": ONE_MODEL | {"models.offload"},
+    "models.packed": ONE_MODEL | {"models.offload"},
+    "models.backends": MODELS,  # which chooses one
+    "models": ONE_MODEL - {"models.files"},
+    "runtime.constraints": {"artifacts"},
+    "runtime.lookup": {"artifacts"},
+    "runtime.sampling": {"artifacts", "models.base"},
+    "runtime.sequence": {"artifacts", "models.base", "runtime.constraints"},
+    "runtime.verify": {"artifacts", "models.base", "runtime.sampling", "runtime.sequence"},
+    "runtime.draft": ONE_MODEL | {"models.packed"} | LOW_RUNTIME,
+    "runtime.compiled": ONE_MODEL | {"models.packed", "runtime.draft"} | LOW_RUNTIME,
+    "runtime": ONE_MODEL | {"models.backends", "models.offload"} | RUNTIME_PARTS,
+    "profiler": ONE_MODEL | {"models.backends", "runtime"} | RUNTIME_PARTS - {"runtime.compiled"},
 }
 """Which part may import which; docs/architecture.md draws it."""
 EXTERNAL = {
@@ -41,13 +51,17 @@ EXTERNAL = {
     "engines": {"torch", "transformers", "numba", "click"},
     "planner.solving": {"torch", "transformers", "click"},
     "planner.report": {"torch", "transformers", "click"},
+    "models": {"numba", "click", "yaml"},
     "runtime": {"numba", "click", "yaml"},
     "profiler": {"numba", "click", "yaml"},
 }
 """Libraries that a part and its parts never import, also not within a function."""
-COMPILED = (f"{OWN}.runtime.backends.packed.", f"{OWN}.runtime.base.vocabulary_loops")
-"""Parts of runtime that import numba, and are imported where there is numba."""
-PLANNING = {"torch", "transformers", "sequoia_plan.runtime", "sequoia_plan.profiler"}
+COMPILED = (
+    f"{OWN}.models.packed.", f"{OWN}.models.base.largest", f"{OWN}.runtime.compiled.",
+    f"{OWN}.runtime.sampling.vocabulary_loops",
+)  # fmt: skip
+"""Modules that import numba, and are imported where there is numba."""
+PLANNING = {"torch", "transformers", *(f"{OWN}.{x}" for x in ("models", "runtime", "profiler"))}
 
 
 def modules_after(statement):
@@ -99,7 +113,7 @@ def imported(tree):
 def imports():
     """Every module of the package by name, with what it imports."""
     found = {}
-    for package in ("artifacts", "engines", "planner", "profiler", "runtime"):
+    for package in ("artifacts", "engines", "models", "planner", "profiler", "runtime"):
         folder = Path(importlib.import_module(f"{OWN}.{package}").__file__).parent
         for file in folder.rglob("*.py"):
             path = file.relative_to(folder).with_suffix("").parts
@@ -116,28 +130,62 @@ def test_no_part_imports_upwards(part):
     assert used <= MAY_IMPORT[part]
 
 
+NAMES_PACKED = {f"{OWN}.runtime.draft.packed_eagle", f"{OWN}.models.backends"}
+
+
 def backends_named(modules):
-    """Modules that import a part of runtime/backends/ in place of its face, or another backend."""
-    face = f"{OWN}.runtime.backends."
-    parts = {name.removeprefix(face).split(".")[0] for name in imports() if name.startswith(face)}
-    used = {
-        module: {name.removeprefix(face).split(".")[0] for name in names if name.startswith(face)}
-        - {*module.removeprefix(face).split(".")[:1]}
+    """Modules that import a backend and are neither a part of it, nor choose it, nor compile."""
+    return [
+        module
         for module, names in modules.items()
-        if module not in (face[:-1], f"{face}loading")  # the face, and what chooses a backend
-    }
-    assert {"packed", "modules", "loading"} == parts
-    return [module for module, names in used.items() if names & parts]
+        if any(
+            name.startswith(backend) and not module.startswith(backend)
+            for backend in (f"{OWN}.models.packed", f"{OWN}.models.modules")
+            for name in names
+        )
+        and not module.startswith(f"{OWN}.runtime.compiled")
+        and module not in NAMES_PACKED
+    ]
 
 
-def test_only_runtime_backends_names_a_backend():
+def test_only_models_names_a_backend():
     assert backends_named(imports()) == []
-    face = importlib.import_module(f"{OWN}.runtime.backends")
-    classes = [vars(face)[name] for name in face.__all__ if isinstance(vars(face)[name], type)]
-    assert [made.__module__ for made in classes] == [f"{OWN}.runtime.backends.loading"]
-    backend = f"{OWN}.runtime.backends.packed.backend"
-    for module in ("profiler.bench", "runtime.pair", "runtime.backends.modules.probe"):
+    backend = f"{OWN}.models.packed.backend"
+    for module in ("profiler.bench", "runtime.pair", "models.modules.probe"):
         assert backends_named({f"{OWN}.{module}": {backend}}) == [f"{OWN}.{module}"]  # the control
+
+
+INSIDES = {"runner", "packed", "recurrent", "twin", "reads_embeddings", "head_matrix"}
+"""What backends have, and what decoding and profiling never ask for."""
+
+
+def insides_read(source):
+    """The attributes of a source that are a backend's insides, also where it asks for them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("hasattr", "getattr"):
+            yield getattr(node.args[1], "value", "")
+
+
+def sources(*packages):
+    """Each source of packages outside the compiled step, by its path."""
+    for package in packages:
+        folder = Path(importlib.import_module(f"{OWN}.{package}").__file__).parent
+        for file in folder.rglob("*.py"):
+            if file.parent.name != "compiled" and file.stem != "packed_eagle":
+                yield file, file.read_text()
+
+
+def test_decoding_asks_nothing_about_how_passes_run():
+    traits = 0
+    for file, source in sources("runtime", "profiler"):
+        found = [*insides_read(source)]
+        assert not INSIDES & {*found}, file
+        traits += found.count("traits")
+    assert traits <= 12
+    for wrong in ("a.draft.packed", "hasattr(part, 'runner')"):
+        assert INSIDES & {*insides_read(wrong)}  # the control
 
 
 @pytest.mark.parametrize("part", EXTERNAL)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.base.errors import first_line, one_line
-from sequoia_plan.runtime.models.gguf import is_gguf
-from sequoia_plan.runtime.models.pretrained import downloaded_folder
+from sequoia_plan.models.base.errors import first_line, one_line
+from sequoia_plan.models.files.gguf import is_gguf
+from sequoia_plan.models.files.pretrained import downloaded_folder
 
 EAGLE1, EAGLE3 = "EAGLE-1", "EAGLE-3"
 DFLASH, DFLASH2, DSPARK = BLOCK_DRAFTS = "DFlash", "DFlash 2", "DSpark"

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.base.sequence import SequenceState
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.models.base.cache import TreeCache
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.layers.attention import attending
+from sequoia_plan.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.draft.drafter import DraftPass, HiddenStateDrafter, children_to_draw
-from sequoia_plan.runtime.models.attention import attending
-from sequoia_plan.runtime.models.loaded_model import ForwardOutput
+from sequoia_plan.runtime.sequence import SequenceState
 
 
 class DFlashDrafter(HiddenStateDrafter):

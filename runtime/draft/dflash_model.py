@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from sequoia_plan.artifacts import dflash_draft
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.models.base.architecture import WINDOWED
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.layers.fused_layer import FusedAttention
 from sequoia_plan.runtime.draft.block_heads import CandidateSelector, ConvolvedLayer, MarkovHead
 from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
-from sequoia_plan.runtime.models.architecture import WINDOWED
-from sequoia_plan.runtime.models.fused_layer import FusedAttention
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.models.layers.int8 import rows_in_8_bits
+from sequoia_plan.models.loaded_model import LoadedModel
+from sequoia_plan.models.vocabulary import check_d2t
 from sequoia_plan.runtime.draft.checkpoint import errors_of, load_weights
-from sequoia_plan.runtime.models.int8 import rows_in_8_bits
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
-from sequoia_plan.runtime.models.vocabulary import check_d2t
 
 FORMAT, VERSION = "sequoia-plan-draft", 1
 METADATA_KEY = "sequoia_plan"

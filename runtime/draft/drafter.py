@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import Drafting, TokenTree
-from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.sequence import SequenceState
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.models.loaded_model import ForwardOutput
+from sequoia_plan.models.base.cache import TreeCache
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.loaded_model import ForwardOutput
+from sequoia_plan.runtime.sampling.sampling import Sampling
+from sequoia_plan.runtime.sequence import SequenceState
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Drafter(Protocol):
     aux_hidden_state_layers: tuple[int, ...] = ()
     notes_finite: bool = True
     """Does each pass note in its cache whether its logits are finite?"""
-    part_of_step: Any = None
-    """What a compiled step runs in its place (see `Backend.new_step`)."""
+    backend: Any
+    """What runs its passes."""
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The passes of a step with `tree`, which drafts, as wide as `drafting` declares."""
@@ -184,9 +184,9 @@ class HiddenStateDrafter(Drafter):
 
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None) -> None:
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
-        self.packed = self.part_of_step = model.packed
-        self.feature_dtype = self.packed.feature_dtype if self.packed else model.dtype
-        self.notes_finite = bool(self.packed)
+        self.backend = model.backend
+        self.feature_dtype = model.backend.feature_dtype
+        self.notes_finite = model.backend.notes_finite
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
         self.drafting = model.drafting
 

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.base.sequence import SequenceState
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.models.base.cache import TreeCache
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.layers.split_keys import splits_keys
+from sequoia_plan.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.draft.drafter import (
     DraftPass,
     HiddenStateDrafter,
     distinct_slots,
     passes_by_level,
 )
-from sequoia_plan.runtime.models.attention import attending
-from sequoia_plan.runtime.models.loaded_model import ForwardOutput
-from sequoia_plan.runtime.models.split_keys import splits_keys
+from sequoia_plan.runtime.sequence import SequenceState
 
 
 class EagleDrafter(HiddenStateDrafter):
@@ -51,11 +50,7 @@ class EagleDrafter(HiddenStateDrafter):
         """
         window, device = self.model.window, self.model.device
         windowed = window is not None and window < capacity
-        if self.packed:
-            cache = self.packed.runner.new_cache(capacity, counts_positions=windowed)
-        else:
-            layout = self.model.cache_layout()
-            cache = TreeCache(layout, capacity, device, counts_positions=windowed)
+        cache = self.backend.new_cache(capacity, counts_positions=windowed)
         shape = (capacity + 1, self.model.feature_width)
         cache.features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
         return cache
@@ -133,7 +128,7 @@ class EagleDrafter(HiddenStateDrafter):
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features of hidden states; the next first pass reads these tokens again."""
-        features = (self.packed or self.model).fuse(hidden_states)
+        features = self.backend.fuse(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
 
     def _read(
@@ -144,25 +139,12 @@ class EagleDrafter(HiddenStateDrafter):
         rows: Sequence[Tensor],
         logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:
-        """Run one pass of the draft over tokens, each with the feature of the token before it.
-
-        `tokens` int64 [tokens]; `features` [tokens, width]; `rows` are slots, positions,
-        mask, cosines and sines. Returns logits and outputs of the last rows.
-        """
+        """One pass (see `ModuleDraft.read`); `rows`: slots, positions, mask, cosines and sines."""
         slots, positions, mask, *angles = rows
-        if self.packed:
-            logits, outputs = self.packed(
-                cache, tokens, features, positions, slots, mask, logits_to_keep
-            )
-            return logits[:, : self.vocabulary], outputs
-        masks = self.model.masks_by_layer_type(cache, mask, positions, slots)
-        cache.at(slots, mask.shape[1])
-        with attending(self.model.config, slots):
-            logits, outputs = self.model(
-                tokens[None], features[None], angles, masks, cache, logits_to_keep
-            )
-        # the model has cut the rows of these
-        return logits[0, :, : self.vocabulary], outputs[0, -logits_to_keep:]
+        logits, outputs = self.backend.read(
+            cache, tokens, features, positions, slots, mask, angles, logits_to_keep
+        )
+        return logits[:, : self.vocabulary], outputs
 
 
 def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.runtime.models.int8 import rows_in_8_bits
+from sequoia_plan.models.layers.int8 import rows_in_8_bits
 
 UNUSED_SETTINGS = ("dtype", "transformers_version", "layer_types")
 

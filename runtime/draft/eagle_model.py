@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sequoia_plan.runtime.base.cache import TreeCache
+from sequoia_plan.models.base.cache import TreeCache
+from sequoia_plan.models.layers.fused_norm import add_before
 from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, HiddenStateDraft
-from sequoia_plan.runtime.models.fused_norm import add_before
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, FULL, WINDOWED
+from sequoia_plan.models.loaded_model import LoadedModel
+from sequoia_plan.models.vocabulary import check_d2t
 from sequoia_plan.runtime.draft.checkpoint import (
     BLOCK_DRAFTS,
     DFLASH,
@@ -27,9 +30,6 @@ from sequoia_plan.runtime.draft.checkpoint import (
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
-from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM, FULL, WINDOWED
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
-from sequoia_plan.runtime.models.vocabulary import check_d2t
 
 LAYER_IDS = {
     (EAGLE1, False): (),

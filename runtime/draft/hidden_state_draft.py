@@ -1,6 +1,6 @@
 """What drafts that read the target's hidden states have in common: weights of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, Drafting
-from sequoia_plan.runtime.base.cache import CacheLayout, TreeCache, cache_argument
-from sequoia_plan.runtime.base.masks import mask_as_dtype, windowed_mask
-from sequoia_plan.runtime.models.architecture import FULL, WINDOWED, rope_changes
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
-from sequoia_plan.runtime.models.metadata import module_metadata
-from sequoia_plan.runtime.models.module_state import Watch, check_mode, weight_memory, weights
-from sequoia_plan.runtime.models.parallel import is_on_one_cuda_device
+from sequoia_plan.models.base.architecture import FULL, WINDOWED, rope_changes
+from sequoia_plan.models.base.cache import CacheLayout, TreeCache, cache_argument
+from sequoia_plan.models.base.masks import mask_as_dtype, windowed_mask
+from sequoia_plan.models.files.metadata import module_metadata
+from sequoia_plan.models.layers.attention import attending
+from sequoia_plan.models.loaded_model import LoadedModel, Traits
+from sequoia_plan.models.module_state import Watch, check_mode, weight_memory, weights
+from sequoia_plan.models.parallel import is_on_one_cuda_device
 
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
@@ -37,6 +38,79 @@ LAYER_CLASSES: dict[str, tuple[type, type, type, type]] = {
 """By `model_type`: transformers' configuration, decoder layer, norm and rotary embedding."""
 
 
+class ModuleDraft:
+    """Runs a draft by its modules.
+
+    `recorded` is what profiles record of it, if its layers were fused. `version` grows with each
+    change of the weights that was noticed. With `notes_finite`, each pass notes in its cache
+    whether its logits are finite.
+    """
+
+    notes_finite = False
+    traits = Traits()
+
+    def __init__(self, draft: Any, recorded: dict[str, Any] | None = None) -> None:
+        self.draft, self.recorded, self.version = draft, recorded, 0
+        self.watch = Watch(weights)
+
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        """The dtype of the features that it reads."""
+        dtype: torch.dtype = self.draft.dtype
+        return dtype
+
+    def metadata(self) -> dict[str, Any]:
+        """Digest, content, dtype, parameters and placement, as profiles record them."""
+        return self.recorded or module_metadata(self.draft) | {"placement": "resident"}
+
+    def check(self) -> None:
+        """Follow changes of the weights, or raise SequoiaPlanError."""
+        check_mode(self.draft)
+        if self.watch.changes(self.draft):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take the weights anew, whether or not a change can be seen."""
+        self.version += 1
+        self.watch.look(self.draft)
+
+    def can_be_captured(self) -> bool:
+        """Can a pass be a part of a CUDA graph?"""
+        return is_on_one_cuda_device(self.draft) and not rope_changes(self.draft.config)
+
+    def weight_memory(self) -> tuple[tuple[int, int], ...]:
+        """Address and bytes of each tensor."""
+        return weight_memory(self.draft)
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> TreeCache:
+        """A cache of so many slots."""
+        layout, device = self.draft.cache_layout(), self.draft.device
+        return TreeCache(layout, capacity, device, counts_positions=counts_positions)
+
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """The target's hidden states [..., fused width] as features."""
+        fused: Tensor = self.draft.fuse(hidden_states)
+        return fused
+
+    def read(
+        self, cache: Any, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor,
+        mask: Tensor, angles: Sequence[Tensor], logits_to_keep: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One pass over tokens, each with the feature of the token before it.
+
+        All but the mask and the angles [1, tokens, head size] have a row a token. Returns logits
+        and outputs of the last rows.
+        """
+        draft = self.draft
+        masks = draft.masks_by_layer_type(cache, mask, positions, slots)
+        cache.at(slots, mask.shape[1])
+        with attending(draft.config, slots):
+            logits, outputs = draft(
+                tokens[None], features[None], angles, masks, cache, logits_to_keep
+            )
+        return logits[0], outputs[0, -logits_to_keep:]
+
+
 class HiddenStateDraft(nn.Module):
     """A draft's own weights. Embeddings and output head are the target's where it has none.
 
@@ -45,10 +119,6 @@ class HiddenStateDraft(nn.Module):
 
     d2t: Tensor | None
     drafting: Drafting = EAGLE_DRAFT
-    packed: Any
-    """What runs its passes in place of its modules; see `backends.pack_draft`."""
-    num_changes = 0
-    weight_memory = weight_memory
 
     def __init__(
         self,
@@ -62,9 +132,7 @@ class HiddenStateDraft(nn.Module):
         super().__init__()
         config._attn_implementation = "sdpa"
         self.config, self.target = config, target
-        self.packed = None
-        self.recorded: dict[str, Any] | None = None  # where its layers were fused
-        self.watch = Watch(weights)
+        self.backend: ModuleDraft = ModuleDraft(self)
         self.aux_hidden_state_layers = aux_hidden_state_layers
         width = config.hidden_size
         self.feature_width = width
@@ -98,36 +166,9 @@ class HiddenStateDraft(nn.Module):
         """How many logits it gives for each token."""
         return self.target.vocabulary if self.lm_head is None else self.lm_head.out_features
 
-    @property
-    def version(self) -> int:
-        """Grows with each change of the weights that was noticed."""
-        return self.packed.version if self.packed else self.num_changes
-
     def metadata(self) -> dict[str, Any]:
-        """Digest, content, dtype, parameters and placement, as profiles record them."""
-        recorded = self.recorded or module_metadata(self) | {"placement": "resident"}
-        if self.packed:
-            recorded |= {"placement": "compiled", "weights": self.packed.formats}
-        return recorded
-
-    def check(self) -> None:
-        """Follow changes of the weights, or raise SequoiaPlanError."""
-        check_mode(self)
-        if self.packed:
-            self.packed.check()
-        elif self.watch.changes(self):
-            self.refresh()
-
-    def refresh(self) -> None:
-        """Take the weights anew, whether or not a change can be seen."""
-        if self.packed:
-            self.packed.refresh()
-        self.num_changes += 1
-        self.watch.look(self)
-
-    def can_be_captured(self) -> bool:
-        """Can a pass be a part of a CUDA graph?"""
-        return is_on_one_cuda_device(self) and not rope_changes(self.config)
+        """What profiles record of it."""
+        return self.backend.metadata()
 
     def new_layers(self) -> nn.ModuleList:
         """New layers, which have weights of no meaning."""

@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.base.masks import additive_mask, causal_mask
-from sequoia_plan.runtime.base.sequence import SequenceState
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.draft.drafter import (
-    Drafter,
-    DraftPass,
-    distinct_slots,
-    passes_by_level,
-)
-from sequoia_plan.runtime.models.architecture import model_type
-from sequoia_plan.runtime.models.loaded_model import ForwardOutput, LoadedModel
+from sequoia_plan.models.base.architecture import model_type
+from sequoia_plan.models.base.cache import TreeCache
+from sequoia_plan.models.base.masks import additive_mask, causal_mask
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.loaded_model import ForwardOutput, LoadedModel
+from sequoia_plan.runtime.draft.drafter import Drafter, DraftPass, distinct_slots, passes_by_level
+from sequoia_plan.runtime.sequence import SequenceState
 
 
 class LanguageModelDrafter(Drafter):
@@ -32,8 +27,8 @@ class LanguageModelDrafter(Drafter):
         except SequoiaPlanError as error:
             raise SequoiaPlanError(f"draft: {error}") from error
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
-        self.part_of_step = model.backend
-        if model.chains_only:
+        self.backend = model.backend
+        if model.traits.chains_only:
             raise SequoiaPlanError(
                 f"draft: {model_type(model)} has layers with a recurrent state, expected attention "
                 "alone, because a draft reads tokens again; name another draft, or none"

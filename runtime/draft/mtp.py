@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
+from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, FULL
+from sequoia_plan.models.files.pretrained import downloaded_folder
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.draft.checkpoint import errors_of
 from sequoia_plan.runtime.draft.hidden_state_draft import CACHE_ARGUMENT, HiddenStateDraft
-from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM, FULL
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
-from sequoia_plan.runtime.models.pretrained import downloaded_folder
 
 MTP = "mtp"
 """The value of --draft that asks for the target's head."""

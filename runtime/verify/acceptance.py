@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.base.drawing import draw_tokens
+from sequoia_plan.runtime.sampling.drawing import draw_tokens
 from sequoia_plan.runtime.verify.tree_index import TreeIndex, VerificationOrder
 
 TargetProbs = Callable[[Tensor], Tensor]

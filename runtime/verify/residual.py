@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.base.drawing import BLOCK, LAUNCH
-from sequoia_plan.runtime.base.kernel_launch import kernel_or_tensors, kernels_available, loops_for
+from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
+from sequoia_plan.runtime.sampling.drawing import BLOCK, LAUNCH, loops_for
 from sequoia_plan.runtime.verify.acceptance import (
     Acceptance,
     TargetProbs,

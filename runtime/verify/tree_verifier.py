@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.sequence import SequenceState
+from sequoia_plan.runtime.sampling.sampling import Sampling
+from sequoia_plan.runtime.sequence import SequenceState
 from sequoia_plan.runtime.verify import (
     LOOKUP_VERIFIERS,
     VERIFIERS,

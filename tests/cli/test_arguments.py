@@ -6,8 +6,8 @@ from architectures import TREE, resembling, tiny
 from transformers import DynamicCache
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 

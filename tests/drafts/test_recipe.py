@@ -40,9 +40,9 @@ from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
 
 from drafts import golden, load, logits_of_tree, small_target, started, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 pytestmark = pytest.mark.slow
 GOLDEN = golden("eagle3")

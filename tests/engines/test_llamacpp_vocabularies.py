@@ -14,8 +14,8 @@ from gguf_files import write_tokenizer
 from vocabularies import ENDS, IDS
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime.models.gguf_file import read_gguf
-from sequoia_plan.runtime.models.gguf_tokenizer import end_tokens, gguf_tokenizer
+from sequoia_plan.models.files.gguf_file import read_gguf
+from sequoia_plan.models.files.gguf_tokenizer import end_tokens, gguf_tokenizer
 
 FOLDER = Path(os.environ.get("SEQUOIA_PLAN_LLAMACPP", "/none"))
 VOCABULARIES = sorted(FOLDER.glob("llama_cpp_python-*/vendor/llama.cpp/models/ggml-vocab-*.gguf"))

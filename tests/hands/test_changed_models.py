@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from toys import TREE
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.layers.fuse import fuse
 from sequoia_plan.runtime import SequoiaDecoder, load_pair, sequoia
-from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.models.fuse import fuse
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,7 @@ OF_TRANSFORMERS_LAYERS = ("a layer", "one more layer", "an epsilon")
 
 
 def is_packed(model):
-    return loaded(model).has_own_threads
+    return loaded(model).traits.is_compiled
 
 
 def answer(decoder):
@@ -260,8 +260,8 @@ def test_an_eagle_draft_that_changes_is_packed_anew():
     pair = load_pair()
     decoder = SequoiaDecoder(pair.target, pair.draft, TREE)
     steps = decoder.generate(IDS, NEW).steps
-    packed = pair.draft.packed.runner
+    packed = pair.draft.backend.runner
     with torch.no_grad():
         pair.draft.fc.weight.zero_()
         pair.draft.lm_head.weight.neg_()
-    assert decoder.generate(IDS, NEW).steps > steps and pair.draft.packed.runner is not packed
+    assert decoder.generate(IDS, NEW).steps > steps and pair.draft.backend.runner is not packed

@@ -11,8 +11,8 @@ from toys import toy_decoder
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.pretrained import find_model
 from sequoia_plan.runtime.text import NewText
 
 

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 
 from drafts import PARTS, layer_settings, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import RESIDENT, place
 from sequoia_plan.runtime import Pair, SequoiaDecoder
-from sequoia_plan.runtime.backends import RESIDENT, place
 from sequoia_plan.runtime.draft.draft_file import build_draft, save_draft
 from sequoia_plan.runtime.pair import add_draft
 

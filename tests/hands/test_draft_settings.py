@@ -5,9 +5,9 @@ import torch
 
 from drafts import dflash_parts, eagle1_parts, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.vocabulary import shared_vocabulary
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.models.vocabulary import shared_vocabulary
 
 TARGET = small_target(layers=8)
 IDS = "eagle_aux_hidden_state_layer_ids"

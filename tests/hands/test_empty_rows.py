@@ -10,8 +10,8 @@ from strategies import looking_up
 
 from drafts import KINDS, small_pair
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.step import TreeStep
 
 INF = float("inf")

@@ -4,8 +4,8 @@ import pytest
 from gguf_files import config_of, is_right, write_gguf, write_tokenizer
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.runtime import load_pair
-from sequoia_plan.runtime.models.pretrained import find_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -8,9 +8,9 @@ from gguf_files import write_tokenizer
 from transformers import AutoTokenizer
 from vocabularies import ENDS, GPT2, IDS, LLAMA
 
+from sequoia_plan.models.files import gguf_tokenizer
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime.models import gguf_tokenizer
-from sequoia_plan.runtime.models.pretrained import find_model
 from sequoia_plan.runtime.text import text_ids
 
 

@@ -9,7 +9,8 @@ import transformers as hf
 from commands import call, succeed
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
-from sequoia_plan.runtime import Grammar, SequoiaDecoder, grammar
+from sequoia_plan.runtime import Grammar, SequoiaDecoder
+from sequoia_plan.runtime.constraints import grammar
 
 xgrammar = pytest.importorskip("xgrammar")
 from xgrammar.testing import _is_grammar_accept_string as accepts  # noqa: E402

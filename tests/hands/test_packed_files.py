@@ -19,9 +19,9 @@ from forking import fork, status_of
 from gguf_files import SIZES, is_right, write_gguf
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.offload.weight_file import WeightFile
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.offload.weight_file import WeightFile
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 OTHER = tiny("Llama", **SIZES)

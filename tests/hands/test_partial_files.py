@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.files.gguf import transformers_name
+from sequoia_plan.models.files.gguf_file import read_gguf
+from sequoia_plan.models.files.pretrained import load_module
 from sequoia_plan.runtime import load_pair
-from sequoia_plan.runtime.models.gguf import transformers_name
-from sequoia_plan.runtime.models.gguf_file import read_gguf
-from sequoia_plan.runtime.models.pretrained import load_module
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

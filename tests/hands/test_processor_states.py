@@ -8,7 +8,7 @@ import torch
 from toys import TREE, toy_decoder
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime import logits_processors
+from sequoia_plan.runtime.constraints import logits_processors
 
 THINKING = 6
 """From so many new tokens on, a budget forces a token."""

@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-VERIFY, DRAWING = "runtime/verify/residual_kernels.py", "runtime/base/drawing_kernels.py"
-ATTENTION, LAYER = "runtime/models/split_key_kernels.py", "runtime/models/layer_kernels.py"
+VERIFY, DRAWING = "runtime/verify/residual_kernels.py", "runtime/sampling/drawing_kernels.py"
+ATTENTION, LAYER = "models/layers/split_key_kernels.py", "models/layers/layer_kernels.py"
 KERNELS = {
     "reject_child": VERIFY,
     "race_totals": DRAWING,

@@ -11,15 +11,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.base.sequence import SequenceState
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.files.from_transformers import load_whole
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.dflash_model import DFlashModel, DraftBlock
 from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.from_checkpoint import load_checkpoint
 from sequoia_plan.runtime.draft.mtp import load_mtp
-from sequoia_plan.runtime.models.loading import load_whole
+from sequoia_plan.runtime.sequence import SequenceState
 
 VOCABULARY, HIDDEN, LAYERS = 48, 16, 4
 

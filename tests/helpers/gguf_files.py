@@ -4,9 +4,9 @@ import gguf
 import numpy as np
 import torch
 
-from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.models.gguf_config import read_config
-from sequoia_plan.runtime.models.gguf_file import read_gguf
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.files.gguf_config import read_config
+from sequoia_plan.models.files.gguf_file import read_gguf
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
 NAMES = {

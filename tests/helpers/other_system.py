@@ -102,7 +102,7 @@ def decode(cache):
         except (AttributeError, ImportError, process.SequoiaPlanError) as error:
             refused.append(str(error))
     del os.environ["SEQUOIA_PLAN_CACHE"]
-    folder = import_module("sequoia_plan.runtime.offload.weight_cache").cache_folder()
+    folder = import_module("sequoia_plan.models.offload.weight_cache").cache_folder()
     return texts, refused, len(calls), str(folder)
 
 

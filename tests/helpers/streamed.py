@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from architectures import TREE, tiny, words
 
+from sequoia_plan.models.backends import OffloadedModel, load_model
+from sequoia_plan.models.offload.memory import SLOTS, cache_bytes, own_bytes
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import OffloadedModel, load_model
-from sequoia_plan.runtime.offload.memory import SLOTS, cache_bytes, own_bytes
 
 PROMPT = torch.arange(3, 20)
 LAYERS = 8

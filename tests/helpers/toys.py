@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from sequoia_plan.artifacts import Plan, TokenTree
+from sequoia_plan.models.backends import loaded
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.backends import loaded
 
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
 SMALL_TREES = {

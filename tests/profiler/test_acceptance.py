@@ -19,7 +19,7 @@ from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance, named_kinds
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
+from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
 
 pytestmark = pytest.mark.slow

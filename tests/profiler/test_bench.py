@@ -16,13 +16,13 @@ from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.artifacts.prediction import prediction_for
+from sequoia_plan.models.backends import RESIDENT, place
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.solving.baselines import bench_trees
 from sequoia_plan.profiler.bench import compare, make_methods
 from sequoia_plan.profiler.bench_figures import TITLES, summary
 from sequoia_plan.profiler.decoding_methods import PromptRun, with_full_vocabulary
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.backends import RESIDENT, place
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, _remarks
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER, draw_tokens
+from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER, draw_tokens
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, greedy, sample_path, verify
 
 pytestmark = pytest.mark.slow

@@ -24,12 +24,12 @@ from toys import ToyModel
 from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import place
+from sequoia_plan.models.base.architecture import context_length
+from sequoia_plan.models.base.cache import TreeCache
+from sequoia_plan.models.layers.fuse import MAX_ERROR, fuse
+from sequoia_plan.models.modules import probe as probe_module
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.backends import place
-from sequoia_plan.runtime.backends.modules import probe as probe_module
-from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models.architecture import context_length
-from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
 WINDOWED = [name for name, (_, sizes) in READS_TREES.items() if WINDOW in sizes.values()]

@@ -8,8 +8,8 @@ import torch
 
 from drafts import PARTS, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.pretrained import find_model
 
 pytestmark = pytest.mark.slow
 TARGET = small_target()

@@ -15,12 +15,12 @@ from toys import first_tokens
 
 from drafts import eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.packed.packed_pass import Workers
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.backends.packed import compiled_step
-from sequoia_plan.runtime.backends.packed.eagle import PackedEagle
-from sequoia_plan.runtime.backends.packed.packed_pass import Workers
-from sequoia_plan.runtime.base.sequence import SequenceState
 from sequoia_plan.runtime.captured_step import CapturedStep, catch_up
+from sequoia_plan.runtime.compiled import compiled_step
+from sequoia_plan.runtime.draft.packed_eagle import PackedEagle
+from sequoia_plan.runtime.sequence import SequenceState
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def pair(kind, vocabulary=12):
         parts = eagle3_parts(target, d2t=range(0, vocabulary, 2), head_dim=32)
         with tempfile.TemporaryDirectory() as folder:
             draft = load(write(Path(folder) / "draft", *parts), target)
-        draft.packed = PackedEagle(draft)
+        draft.backend = PackedEagle(draft)
         return target, draft
     draft = small(5, vocabulary // 2 if kind == "part of the vocabulary" else vocabulary)
     if kind == "part of the vocabulary":
@@ -183,7 +183,7 @@ def test_a_step_keeps_the_weights_that_it_reads():
     steps = decoder.steps(PROMPT, 40, Sampling())
     next(steps)
     step = decoder.step
-    weights = [ref(model.weights) for model in (step.target.backend, step.drafter.packed)]
+    weights = [ref(model.weights) for model in (step.target.backend, step.drafter.backend)]
     decoder.refresh()
     assert all(own() is not None for own in weights)
     next(steps)

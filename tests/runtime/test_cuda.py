@@ -17,12 +17,12 @@ from toys import TREE, ToyModel, toy_decoder
 
 from drafts import small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models import loaded_model
+from sequoia_plan.models.layers.attention import attend_shared_heads, attending
 from sequoia_plan.runtime import SequoiaDecoder, captured_step, sequoia
-from sequoia_plan.runtime.base import sampling
 from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.models import loaded_model
-from sequoia_plan.runtime.models.attention import attend_shared_heads, attending
+from sequoia_plan.runtime.sampling import sampling
 
 pytestmark = pytest.mark.slow
 CUDA = torch.device("cuda", 0)

@@ -8,8 +8,8 @@ from toys import TREE, ToyModel, first_tokens, toy_decoder
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.sampling import DEFAULT_VERIFIER
 from sequoia_plan.runtime.captured_step import CapturedStep
+from sequoia_plan.runtime.sampling.sampling import DEFAULT_VERIFIER
 from sequoia_plan.runtime.verify import Acceptance
 
 PROMPT = [3, 1, 4]

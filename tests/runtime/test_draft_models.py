@@ -18,10 +18,10 @@ from drafts import (
     write,
 )
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.layers.int8 import ROWS_AT_A_TIME, rows_in_8_bits
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
-from sequoia_plan.runtime.models.int8 import ROWS_AT_A_TIME, rows_in_8_bits
 
 EAGLE3, DFLASH = golden("eagle3"), golden("dflash")
 DEPTH = 4

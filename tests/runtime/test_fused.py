@@ -14,10 +14,11 @@ from toys import toy_decoder
 from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.models.base import kernel_launch
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.base import drawing_kernels, kernel_launch
-from sequoia_plan.runtime.base import sampling as sampling_module
-from sequoia_plan.runtime.base.drawing import race_on_device
+from sequoia_plan.runtime.sampling import drawing_kernels
+from sequoia_plan.runtime.sampling import sampling as sampling_module
+from sequoia_plan.runtime.sampling.drawing import race_on_device
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, residual, residual_kernels, traversal
 
 pytestmark = [

@@ -5,10 +5,10 @@ import torch
 from architectures import tiny
 from operations import Operations
 
-from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.models.attention import attend_shared_heads
-from sequoia_plan.runtime.models.fuse import MAX_ERROR, fuse, fused_layer_error
-from sequoia_plan.runtime.models.fused_layer import can_fuse
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.layers.attention import attend_shared_heads
+from sequoia_plan.models.layers.fuse import MAX_ERROR, fuse, fused_layer_error
+from sequoia_plan.models.layers.fused_layer import can_fuse
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ MAX_OPERATIONS = 24
 @pytest.mark.parametrize("wrong", ["activation", "epsilon", "scaling", "sign"])
 def test_the_trial_of_a_layer_shows_what_is_wrong(wrong, monkeypatch):
     """Negative controls: a fused layer with one fault is off by more than the bound."""
-    from sequoia_plan.runtime.models import fused_layer
+    from sequoia_plan.models.layers import fused_layer
 
     [layer, *_] = tiny("Llama").model.layers
     assert can_fuse(layer) and fused_layer_error(layer) < MAX_ERROR / 5

@@ -13,9 +13,9 @@ from architectures import plain_text, tiny
 from toys import TREE
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.layers.fuse import num_fused_layers
+from sequoia_plan.models.modules.backend import ModuleBackend
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.backends.modules.backend import ModuleBackend
-from sequoia_plan.runtime.models.fuse import num_fused_layers
 
 pytestmark = pytest.mark.slow
 IDS = torch.tensor([[5, 6, 7, 8]])

@@ -9,13 +9,13 @@ from toys import SMALL_TREES, TREE
 
 from drafts import KINDS, PARTS, load, small_pair, small_target, write
 from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import place
+from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.backends import place
-from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.huggingface import sequoia
-from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
 
 DRAFTS = [*PARTS, "MTP", "MTP, three heads"]
 TREES = [

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sequoia_plan.runtime.offload.host_stream import HostStream
+from sequoia_plan.models.offload.host_stream import HostStream
 
 pytestmark = pytest.mark.slow
 

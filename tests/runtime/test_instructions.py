@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from sequoia_plan.runtime.backends.packed.encoding import encoder
-from sequoia_plan.runtime.backends.packed.formats import (
+from sequoia_plan.models.packed.encoding import encoder
+from sequoia_plan.models.packed.formats import (
     FORMAT_NAMES,
     FORMATS,
     OUTPUTS,
@@ -26,14 +26,9 @@ from sequoia_plan.runtime.backends.packed.formats import (
     row_bytes,
     tile_bytes,
 )
-from sequoia_plan.runtime.backends.packed.instructions import FEATURES, KINDS, OWN, kind_for
-from sequoia_plan.runtime.backends.packed.products import emit_tile, encoded_bytes, encoding_for
-from sequoia_plan.runtime.backends.packed.tiles import (
-    Matrix,
-    aligned_zeros,
-    dense_rows,
-    pack_rows,
-)
+from sequoia_plan.models.packed.instructions import FEATURES, KINDS, OWN, kind_for
+from sequoia_plan.models.packed.products import emit_tile, encoded_bytes, encoding_for
+from sequoia_plan.models.packed.tiles import Matrix, aligned_zeros, dense_rows, pack_rows
 
 INPUTS, ROWS = 512, 7
 INTEGER_FORMATS = [format.name for format in FORMATS if not format.is_float]

@@ -13,8 +13,8 @@ import pytest
 from compile_kernels import DRAWING, VERIFY, Variant, all_variants
 from paths import ROOT
 
-from sequoia_plan.runtime.base.drawing import BLOCK, WARPS
-from sequoia_plan.runtime.models.split_keys import keys_of_a_block
+from sequoia_plan.models.layers.split_keys import keys_of_a_block
+from sequoia_plan.runtime.sampling.drawing import BLOCK, WARPS
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ from toys import SMALL_TREES
 from triton_kernels import DEVICE
 
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.models.base import kernel_launch
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.layers import attention, fused_layer, layer_operations, split_keys
+from sequoia_plan.models.layers.fuse import fuse
+from sequoia_plan.models.layers.split_keys import split_key_attention
 from sequoia_plan.runtime import SequoiaDecoder, captured_step
-from sequoia_plan.runtime.base import kernel_launch
-from sequoia_plan.runtime.base.masks import additive_mask
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.models import attention, fused_layer, layer_operations, split_keys
-from sequoia_plan.runtime.models.fuse import fuse
-from sequoia_plan.runtime.models.split_keys import split_key_attention
 
 pytestmark = pytest.mark.slow
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")

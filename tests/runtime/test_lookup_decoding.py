@@ -13,8 +13,8 @@ from toys import naive_match, planned
 from drafts import KINDS, PARTS, small_pair
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base.lookup import look_up
 from sequoia_plan.runtime.captured_step import catch_up, note_accepted
+from sequoia_plan.runtime.lookup import look_up
 from sequoia_plan.runtime.step import TreeStep
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,11 @@ from transformers.modeling_layers import MtpModel
 
 from drafts import assert_close, logits_of_tree, started
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.files.from_transformers import load_whole
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.backends import loaded
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 from sequoia_plan.runtime.draft.mtp import load_mtp
-from sequoia_plan.runtime.models.loading import load_whole
 
 pytestmark = pytest.mark.slow
 

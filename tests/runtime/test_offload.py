@@ -15,13 +15,13 @@ from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
 from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, load_tree
+from sequoia_plan.models.files.pretrained import find_model, load_module
+from sequoia_plan.models.layers.fused_layer import FusedLayer
+from sequoia_plan.models.modules import offloaded_target
+from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
+from sequoia_plan.models.offload import disk_stream
+from sequoia_plan.models.offload.memory import SLOTS, as_bytes, split_memory
 from sequoia_plan.runtime import SequoiaDecoder
-from sequoia_plan.runtime.backends.modules import offloaded_target
-from sequoia_plan.runtime.backends.modules.offloaded_target import OffloadedTarget
-from sequoia_plan.runtime.models.fused_layer import FusedLayer
-from sequoia_plan.runtime.models.pretrained import find_model, load_module
-from sequoia_plan.runtime.offload import disk_stream
-from sequoia_plan.runtime.offload.memory import SLOTS, as_bytes, split_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 

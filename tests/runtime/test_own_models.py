@@ -23,11 +23,11 @@ from sequoia_plan.artifacts import (
     TokenTree,
     load_tree,
 )
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.files.gguf import embedded_gguf
+from sequoia_plan.models.files.pretrained import load_module
+from sequoia_plan.models.offload.memory import own_bytes
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.models.gguf import embedded_gguf
-from sequoia_plan.runtime.models.pretrained import load_module
-from sequoia_plan.runtime.offload.memory import own_bytes
 from sequoia_plan.runtime.pair import CODER_DRAFT, DEFAULT_DRAFT, DRAFT_OF_FILE
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_what_cannot_be_loaded_is_one_line(monkeypatch, tmp_path):
     def unreachable(name, **options):
         raise OSError("no network\nand more")
 
-    monkeypatch.setattr("sequoia_plan.runtime.models.pretrained.snapshot_download", unreachable)
+    monkeypatch.setattr("sequoia_plan.models.files.pretrained.snapshot_download", unreachable)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text(

@@ -13,14 +13,15 @@ import torch
 from architectures import PACKED, plain_text, resembling, tiny, tokens_of
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.files.stored import dense_rows
+from sequoia_plan.models.packed import packed_pass
+from sequoia_plan.models.packed.from_module import PackedModule
+from sequoia_plan.models.packed.tiles import round_rows
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.backends.packed import eagle, packed_pass
-from sequoia_plan.runtime.backends.packed.from_module import PackedModule
-from sequoia_plan.runtime.backends.packed.tiles import round_rows
-from sequoia_plan.runtime.base.sampling import Sampling
-from sequoia_plan.runtime.base.tree_tensors import TreeTensors
-from sequoia_plan.runtime.models.stored import dense_rows
+from sequoia_plan.runtime.draft import packed_eagle as eagle
+from sequoia_plan.runtime.sampling.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 

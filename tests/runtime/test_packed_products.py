@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
-from sequoia_plan.runtime.backends.packed.encoding import encoder
-from sequoia_plan.runtime.backends.packed.formats import (
+from sequoia_plan.models.packed.encoding import encoder
+from sequoia_plan.models.packed.formats import (
     FORMAT_NAMES,
     FORMATS,
     OUTPUTS,
@@ -16,19 +16,16 @@ from sequoia_plan.runtime.backends.packed.formats import (
     row_bytes,
     tile_bytes,
 )
-from sequoia_plan.runtime.backends.packed.forward import multiply
-from sequoia_plan.runtime.backends.packed.products import (
-    encoded_bytes,
-    encoding_for,
-)
-from sequoia_plan.runtime.backends.packed.tiles import (
+from sequoia_plan.models.packed.forward import multiply
+from sequoia_plan.models.packed.products import encoded_bytes, encoding_for
+from sequoia_plan.models.packed.tiles import (
     Matrix,
     aligned_zeros,
     dense_rows,
     pack_rows,
     round_rows,
 )
-from sequoia_plan.runtime.backends.packed.weights import describe
+from sequoia_plan.models.packed.weights import describe
 
 NUM_OUTPUTS, INPUTS, ROWS = 70, 512, 35
 """No multiple of a tile's outputs; more rows than are encoded side by side."""

@@ -17,7 +17,7 @@ from transformers.generation import logits_process as processors
 from drafts import small_pair
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.runtime import Grammar, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base import path_logits
+from sequoia_plan.runtime.constraints import path_logits
 
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
 PLAIN = TokenTree.chain(1)

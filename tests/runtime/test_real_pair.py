@@ -7,10 +7,10 @@ import torch
 from architectures import plain_text
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.models.layers.fuse import num_fused_layers
+from sequoia_plan.models.offload.memory import cache_bytes, own_bytes
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.models.fuse import num_fused_layers
-from sequoia_plan.runtime.offload.memory import cache_bytes, own_bytes
 from sequoia_plan.runtime.pair import INT8, LANGUAGE_MODEL, add_draft
 
 pytestmark = pytest.mark.slow

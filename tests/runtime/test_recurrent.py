@@ -13,12 +13,12 @@ from toys import ToyModel
 
 from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import Acceptance, Profile, SequoiaPlanError, TokenTree, load_tree
+from sequoia_plan.models import loaded_model
+from sequoia_plan.models.base.cache import TreeCache
+from sequoia_plan.models.modules.recurrent import RecurrentCache
 from sequoia_plan.planner import solve
 from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.backends.modules.recurrent import RecurrentCache
-from sequoia_plan.runtime.base.cache import TreeCache
-from sequoia_plan.runtime.models import loaded_model
 from sequoia_plan.runtime.verify import AcceptedPath
 
 NEW, PROMPT, CHAIN = 200, 20, TokenTree.chain(5)

@@ -12,15 +12,15 @@ from enumeration import without_replacement as drawn_orders
 from transformers import GenerationConfig, TopPLogitsWarper
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.base import sampling
-from sequoia_plan.runtime.base.drawing import (
+from sequoia_plan.runtime.sampling import sampling
+from sequoia_plan.runtime.sampling.drawing import (
     IN_TURN,
     INDEPENDENT,
     Drawing,
     in_turn_by_tensors,
     without_replacement,
 )
-from sequoia_plan.runtime.base.sampling import Sampling, top_p_filter
+from sequoia_plan.runtime.sampling.sampling import Sampling, top_p_filter
 
 Q = [0.5, 0.3, 0.15, 0.05]
 

@@ -15,11 +15,11 @@ from toys import TREE
 
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.models.modules import backend
+from sequoia_plan.models.offload.disk_stream import DiskStream
+from sequoia_plan.models.offload.host_stream import HostStream
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, captured_step, decoding_models
-from sequoia_plan.runtime.backends.modules import backend
 from sequoia_plan.runtime.captured_step import CapturedStep
-from sequoia_plan.runtime.offload.disk_stream import DiskStream
-from sequoia_plan.runtime.offload.host_stream import HostStream
 from sequoia_plan.runtime.step import TreeStep
 from sequoia_plan.runtime.verify import VERIFIERS
 
@@ -58,7 +58,7 @@ def accepted(decoder, sampling):
 def traced(monkeypatch):
     """Decoders run the trace of their step: one graph, or an error."""
     torch._dynamo.reset()
-    monkeypatch.setattr("sequoia_plan.runtime.base.kernel_launch.HAS_NUMBA", False)  # as on CUDA
+    monkeypatch.setattr("sequoia_plan.models.base.kernel_launch.HAS_NUMBA", False)  # as on CUDA
     monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
     # dynamo cannot guard tensors of inference mode
     monkeypatch.setattr(SequoiaDecoder, "steps", SequoiaDecoder.steps.__wrapped__)

@@ -14,12 +14,12 @@ from forking import fork, status_of
 from toys import TREE, Ids
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.models.base import forks
 from sequoia_plan.profiler.hardware import fingerprint
 from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
-from sequoia_plan.runtime.backends import loaded
-from sequoia_plan.runtime.base import forks
-from sequoia_plan.runtime.base.sequence import SequenceLock
 from sequoia_plan.runtime.pair import _remarks
+from sequoia_plan.runtime.sequence import SequenceLock
 
 OTHER = TokenTree.chain(4)
 PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(16)]
@@ -98,7 +98,7 @@ def test_a_thread_does_not_wait_for_itself(target, draft):
 @pytest.mark.parametrize(("asked", "cores"), [(2, 1), (2, 2), (1, 2)])
 def test_more_threads_than_cores(asked, cores, model, monkeypatch):
     """Passes take as many as cores, and one line says so; no line where the cores are enough."""
-    for name in ("runtime.base.threads", "runtime.pair"):
+    for name in ("models.base.threads", "runtime.pair"):
         monkeypatch.setattr(f"sequoia_plan.{name}.usable_cores", lambda: cores)
     torch.set_num_threads(asked)
     try:

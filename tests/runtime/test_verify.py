@@ -13,7 +13,7 @@ from enumeration import CASES, Case, independent, most_probable, without_replace
 from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.runtime.base.drawing import DRAWING_OF_VERIFIER
+from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, spectr
 from sequoia_plan.runtime.verify.acceptance import exclusive_cumprod
 

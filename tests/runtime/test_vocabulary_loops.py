@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sequoia_plan.runtime.base import drawing, sampling
-from sequoia_plan.runtime.base import vocabulary_loops as loops
-from sequoia_plan.runtime.base.sampling import Sampling
+from sequoia_plan.runtime.sampling import drawing, sampling
+from sequoia_plan.runtime.sampling import vocabulary_loops as loops
+from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.verify import residual
 
 VOCABULARIES = (1, 5, 511, 512, 513, 3000)

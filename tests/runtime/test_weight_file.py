@@ -25,18 +25,18 @@ from safetensors.torch import load_file, save_file
 from streamed import LAYERS, PROMPT, decoder, in_memory, save_models, streamed, tokens, weights
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.base import forks
-from sequoia_plan.runtime.models.stored import Source
-from sequoia_plan.runtime.offload import disk_stream, weight_cache, weight_file
-from sequoia_plan.runtime.offload.disk_stream import DiskStream
-from sequoia_plan.runtime.offload.weight_file import (
+from sequoia_plan.models.base import forks
+from sequoia_plan.models.files.stored import Source
+from sequoia_plan.models.offload import disk_stream, weight_cache, weight_file
+from sequoia_plan.models.offload.disk_stream import DiskStream
+from sequoia_plan.models.offload.weight_file import (
     ALIGNMENT,
     Place,
     WeightFile,
     aligned_memory,
     write_weights,
 )
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
 SIZES = {"packed": PACKED | {"vocab_size": 2000}, "modules": {}}
 """The packed output head has some blocks."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sequoia_plan.runtime.backends.packed.formats import num_tiles, tile_bytes
-from sequoia_plan.runtime.backends.packed.packed_pass import Workers
-from sequoia_plan.runtime.backends.packed.records import compiled
-from sequoia_plan.runtime.backends.packed.tiles import aligned_zeros
-from sequoia_plan.runtime.backends.packed.weights import HEAD, PackedWeights, describe
-from sequoia_plan.runtime.backends.packed.workers import COUNTER_WORDS, take, wait
-from sequoia_plan.runtime.offload.weight_file import Place, place_blocks
+from sequoia_plan.models.offload.weight_file import Place, place_blocks
+from sequoia_plan.models.packed.formats import num_tiles, tile_bytes
+from sequoia_plan.models.packed.packed_pass import Workers
+from sequoia_plan.models.packed.records import compiled
+from sequoia_plan.models.packed.tiles import aligned_zeros
+from sequoia_plan.models.packed.weights import HEAD, PackedWeights, describe
+from sequoia_plan.models.packed.workers import COUNTER_WORDS, take, wait
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])

@@ -20,9 +20,9 @@ FOLDERS = {
     "sequoia_plan": "planner/package",
     "sequoia_plan.artifacts": "artifacts",
     "sequoia_plan.runtime": "runtime",
-    "sequoia_plan.runtime.base": "runtime/base",
-    "sequoia_plan.runtime.backends": "runtime/backends",
-    "sequoia_plan.runtime.backends.packed": "runtime/backends/packed",
+    "sequoia_plan.models.base": "models/base",
+    "sequoia_plan.models.backends": "models/backends",
+    "sequoia_plan.models.packed": "models/packed",
 }
 for name, folder in FOLDERS.items():  # packages whose __init__, which may import torch, is not run
     package = types.ModuleType(name)
@@ -32,7 +32,7 @@ for name, folder in FOLDERS.items():  # packages whose __init__, which may impor
 
 def packed(name):
     """A module of packed weights."""
-    return importlib.import_module(f"sequoia_plan.runtime.backends.packed.{name}")
+    return importlib.import_module(f"sequoia_plan.models.packed.{name}")
 
 
 formats, products, encoding, tiles = map(packed, ("formats", "products", "encoding", "tiles"))

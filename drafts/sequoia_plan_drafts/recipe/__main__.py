@@ -16,9 +16,9 @@ import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
-from sequoia_plan.runtime.backends import load_model
-from sequoia_plan.runtime.models.dtype import dtype_name, resolve_dtype
-from sequoia_plan.runtime.models.pretrained import load_module
+from sequoia_plan.models.backends import load_model
+from sequoia_plan.models.base.dtype import dtype_name, resolve_dtype
+from sequoia_plan.models.files.pretrained import load_module
 from sequoia_plan_drafts.recipe.eagle3 import ChainRecipe, Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import train_language_model
 from sequoia_plan_drafts.recipe.mtp import train_mtp

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.runtime import backends
-from sequoia_plan.runtime.base.masks import additive_mask
+from sequoia_plan.models import backends
+from sequoia_plan.models.base.masks import additive_mask
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.eagle3_folder import write_eagle3
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms

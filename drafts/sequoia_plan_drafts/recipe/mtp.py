@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch.nn.functional import linear
 
 from sequoia_plan.artifacts.files import write_atomically
-from sequoia_plan.runtime import backends
+from sequoia_plan.models import backends
 from sequoia_plan.runtime.draft.mtp import build_mtp
 from sequoia_plan_drafts.recipe.eagle3 import FINAL_NORM_SCALE, ChainRecipe, chain_logits
 from sequoia_plan_drafts.recipe.training import Training

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
+from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime.base.masks import additive_mask
 from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan.runtime.models.architecture import AFTER_FINAL_NORM
-from sequoia_plan.runtime.models.loaded_model import LoadedModel
 from sequoia_plan_drafts.recipe.questions import Questions, passage_of
 
 TOP = 64

@@ -1,0 +1,1 @@
+"""One language model: its files, what runs its passes, and its memory."""

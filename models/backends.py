@@ -1,0 +1,202 @@
+"""Which backend runs a model: chosen when it is loaded, or when a decoder is given a module."""
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.architecture import (
+    model_type,
+    text_config,
+    unwrapped,
+    without_adapter_wrapper,
+)
+from sequoia_plan.models.base.dtype import resolve_dtype
+from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
+from sequoia_plan.models.files.metadata import module_metadata
+from sequoia_plan.models.files.pretrained import ModelFiles, find_model
+from sequoia_plan.models.layers.fuse import fuse
+from sequoia_plan.models.loaded_model import Backend, LoadedModel
+from sequoia_plan.models.modules.backend import ModuleBackend
+from sequoia_plan.models.offload.memory import (
+    SLOTS,
+    as_bytes,
+    cache_bytes,
+    format_bytes,
+    free_memory,
+    own_bytes,
+    split_memory,
+)
+from sequoia_plan.models.offload.weight_file import OnBytes
+
+RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
+"""How passes run: by the modules that transformers loads; by fused layers, where those compute the
+same; or on a CPU as one compiled function, with the weights packed for it."""
+PLACEMENTS = (RESIDENT, FUSED, COMPILED)
+KEPT = "_sequoia_plan"
+"""The attribute of a module that keeps its `LoadedModel`: decoders of one module share it."""
+
+
+class _Keeper:
+    """Holds a module's `LoadedModel`; copies and pickles of the module have an empty one."""
+
+    model: LoadedModel | None = None
+
+    def __reduce__(self) -> Any:
+        """For pickle and copies."""
+        return _Keeper, ()
+
+
+def integer_products() -> str:
+    """What compiled passes multiply integers with here, as "AVX2"; "" without numba."""
+    if not HAS_NUMBA:
+        return ""
+    from sequoia_plan.models.packed.instructions import OWN
+
+    return OWN.name
+
+
+def loaded(model: Any) -> LoadedModel:
+    """The `LoadedModel` of a transformers model in memory, made when it is first asked for.
+
+    On a CPU, it packs the weights of a Llama-like model if there is memory for a copy.
+    """
+    if isinstance(model, LoadedModel):
+        return model
+    module = without_adapter_wrapper(model)
+    keeper: _Keeper = vars(module).setdefault(KEPT, _Keeper())
+    if keeper.model is None or keeper.model.backend.is_stale():
+        generation_config = getattr(unwrapped(module), "generation_config", None)
+        keeper.model = LoadedModel(
+            _backend_of(module), text_config(module), generation_config=generation_config
+        )
+    return keeper.model
+
+
+def keep_loaded(module: Any, model: LoadedModel) -> None:
+    """Let `model` be what decoders take for a module."""
+    vars(module).setdefault(KEPT, _Keeper()).model = model
+
+
+def _backend_of(module: Any) -> Backend:
+    """What runs a module in memory."""
+    if not HAS_NUMBA or not isinstance(module, PreTrainedModel) or module.device.type != "cpu":
+        return ModuleBackend(module)
+    # decoding on a GPU does not need numba
+    from sequoia_plan.models.packed.families import why_not_module
+    from sequoia_plan.models.packed.from_module import PackedModule, needed_bytes
+
+    needed, free = needed_bytes(module), free_memory(module.device)
+    if needed < free:
+        with contextlib.suppress(SequoiaPlanError):
+            return PackedModule(module)
+    elif not why_not_module(module):
+        warnings.warn(
+            f"{model_type(module)}: PyTorch runs it, because a copy of its weights needs "
+            f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free",
+            stacklevel=5,
+        )
+    return ModuleBackend(module)
+
+
+def load_model(
+    source: str | None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    placement: str = COMPILED,
+    bits: int | None = None,
+    on_bytes: OnBytes = lambda done, total: None,
+) -> LoadedModel:
+    """Load a language model; the arguments are those of `load_pair`.
+
+    Raises:
+        SequoiaPlanError: if it cannot be found or loaded, or `bits` are asked for and it is not
+            compiled.
+    """
+    files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
+    backend: Any = None
+    remarks: tuple[str, ...] = ()
+    if placement == COMPILED:
+        from sequoia_plan.models.packed.loading import load_packed
+
+        backend, reason = load_packed(files, torch_dtype, dtype == "auto", bits, on_bytes)
+        if backend is None:
+            if bits:
+                raise SequoiaPlanError(f"bits {bits}: the model cannot be compiled: {reason}")
+            remarks = (f"{files.name}: PyTorch runs it, its pass is not compiled: {reason}",)
+    if backend is None:
+        module = files.module(torch_dtype).to(device)
+        backend = ModuleBackend(module, fused(module, placement))
+    model = _with_files(backend, files, remarks)
+    if backend.module is not None:
+        keep_loaded(backend.module, model)
+    return model
+
+
+def place(module: Any, placement: str) -> LoadedModel:
+    """The model of a module in memory, which runs as `placement` says."""
+    if placement == COMPILED:
+        return loaded(module)
+    model = LoadedModel(ModuleBackend(module, fused(module, placement)), text_config(module))
+    keep_loaded(module, model)
+    return model
+
+
+def fused(module: Any, placement: str) -> dict[str, Any]:
+    """Fuse a module's layers if asked to; what profiles record of it, as it was before."""
+    if placement == RESIDENT:
+        return {"placement": RESIDENT}
+    return module_metadata(module) | {"placement": FUSED, "fused_layers": fuse(module)}
+
+
+def _with_files(backend: Backend, files: ModelFiles, remarks: tuple[str, ...] = ()) -> LoadedModel:
+    """The model of a backend, with what its files say."""
+    config = files.config.get_text_config()
+    return LoadedModel(
+        backend, config, name=files.name, generation_config=files.generation_config(),
+        load_tokenizer=files.tokenizer, tokens=files.tokens, remarks=remarks,
+    )  # fmt: skip
+
+
+class OffloadedModel:
+    """A target that is streamed from a `link`: what fits beside its draft is decided by `place`."""
+
+    def __init__(
+        self, source: str | None, device: str, dtype: str, placement: str, link: str,
+        memory: str | int | None, on_bytes: OnBytes = lambda done, total: None,
+    ) -> None:  # fmt: skip
+        files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
+        self.link, self.is_fused = link, placement != RESIDENT
+        self.budget = as_bytes(memory, torch.device(device))
+        self.parts: Any = None
+        if placement == COMPILED and link == "disk":
+            from sequoia_plan.models.packed.loading import offload_packed
+
+            self.parts = offload_packed(files, torch_dtype, dtype == "auto", on_bytes)
+        if self.parts is None:
+            from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
+
+            self.parts = OffloadedTarget(files, device, torch_dtype)
+        self.model = _with_files(self.parts.backend, files)
+
+    def place(self, draft: Any) -> None:
+        """Load the layers that fit beside a draft, which may be None, and stream the others."""
+        caches, draft_bytes = cache_bytes(self.model), 0
+        if getattr(draft, "lm_head", self) is None and self.model.module is None:
+            self.parts.keep_head()
+        if draft is not None:
+            draft_bytes = own_bytes(draft, self.model)
+            caches += cache_bytes(draft)
+        reads_chosen = getattr(self.parts, "routed", None) and self.link == "disk"
+        split = split_memory(
+            self.budget,
+            self.parts.outside_bytes,
+            draft_bytes,
+            caches,
+            self.parts.layer_sizes(),
+            slots=1 if reads_chosen else SLOTS,
+        )
+        self.parts.place(split, self.link, self.is_fused)

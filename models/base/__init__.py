@@ -1,0 +1,1 @@
+"""What every part of models stands on: KV cache, masks, kernels, threads."""

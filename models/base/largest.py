@@ -1,0 +1,49 @@
+"""The largest of a row's numbers, which is looked for where they are computed."""
+
+import numpy as np
+from numba import njit
+
+compiled = njit(
+    cache=True,
+    nogil=True,
+    error_model="numpy",
+    fastmath={"contract", "reassoc", "nsz", "arcp"},  # NaN and infinity keep their meaning
+)
+BLOCK = 512
+"""Tokens whose sum, or largest number, is known when one among them is looked for."""
+LARGEST = np.float32(np.inf)
+
+
+@compiled
+def in_order(bits):
+    """Bits of floats as integers in the same order, and back; LLVM takes maxima of these faster."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@compiled
+def maximum(values):
+    """The largest of the values."""
+    bits = values.view(np.int32)
+    largest = np.int32(-(1 << 31))
+    for place in range(bits.size):
+        largest = max(largest, in_order(bits[place]))
+    return np.int32(in_order(largest)).view(np.float32)
+
+
+@compiled
+def largest_of(values):
+    """The largest of the values, and its first place; NaN and 0 if one of them is NaN."""
+    best, best_start, magnitude = np.float32(-LARGEST), 0, np.int32(0)
+    for start in range(0, values.size, BLOCK):
+        bits = values[start : start + BLOCK].view(np.int32)
+        for place in range(bits.size):
+            magnitude = max(magnitude, bits[place] & np.int32(0x7FFFFFFF))  # without the sign
+        value = maximum(values[start : start + BLOCK])
+        if value > best:
+            best, best_start = value, start
+    if magnitude > np.int32(0x7F800000):  # more than infinity's bits: a NaN's
+        return np.float32(np.nan), 0
+    place = best_start
+    while place < values.size - 1 and values[place] != best:
+        place += 1
+    return best, place

@@ -1,0 +1,1 @@
+"""Files of models: folders, GGUF files, their tokenizers and configurations."""

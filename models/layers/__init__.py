@@ -1,0 +1,1 @@
+"""Layers in PyTorch with fewer operations than transformers', and their CUDA kernels."""

@@ -1,0 +1,235 @@
+"""Attention over a cache whose keys lie so that the scores of 16 slots are one vector.
+
+Sums over slots run in the order of the slots, so a row's result does not depend on the other rows,
+nor on hidden slots between those that it sees. In a cache of bfloat16 numbers, a word holds two
+dimensions of a key, or two slots of a value with the earlier one in its upper half: products of
+pairs are added one after the other, the upper one first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, types
+
+from sequoia_plan.models.packed.instructions import BYTE, LONG, OWN, WORD
+from sequoia_plan.models.packed.vectors import FLOAT, FLOATS, LANES, WORDS, Emitter, emitted
+
+QUERIES = 6
+"""Queries that share each load of keys and values: rows of a pass, and heads of a group."""
+BATCHES = 4
+"""Batches of so many queries that take turns with each part of the slots, while it is in cache."""
+WIDTH = min(max(OWN.lanes, 8), LANES)
+"""Numbers of a vector here: sums of `QUERIES` by `AT_ONCE` or `VALUE_VECTORS` are in registers."""
+AT_ONCE, VALUE_VECTORS, HALF_VALUE = 2, WIDTH // 4, WIDTH // 8
+BLOCK = 2 * LANES
+"""Slots of a block of keys."""
+PART = 16
+"""Blocks of a part."""
+WORD_BYTES, VECTOR_BYTES, TOTALS_BYTES = 4, 4 * WIDTH, 4 * LANES
+"""Of a number, of a vector, and of what lies before the sums of a query."""
+VALUE_BYTES = VALUE_VECTORS * VECTOR_BYTES
+"""Of a value's sums that are in registers at once."""
+WORD_KINDS = {2: WORD, 4: FLOAT}
+"""By the bytes of a number: a pair of bfloat16 numbers, or one of float32."""
+LOG2_E = 1.4426950408889634
+EXP2 = (1.0, 0.6931471805599453, 0.24022650695910072, 0.05550410866482158,
+        0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608)  # fmt: skip
+"""The series of 2^x: exact to float32 for -.5 <= x <= .5, the first five to bfloat16."""
+ROUNDING = 1.5 * 2**23 + 127
+"""Added to a small number: the last bits of the sum are the nearest integer, plus 127."""
+HIDDEN, LOWEST = -3e38, -1e38
+"""The score of a hidden slot, and what the largest score of a row is at least."""
+
+
+@emitted(literals=1, counts=QUERIES)
+def compute_scores(
+    emit: Emitter,
+    visible: Any,
+    keys: Any,
+    words: Any,
+    first: Any,
+    blocks: Any,
+    queries: Any,
+    scores: Any,
+    stride: Any,
+    key_bytes: int,
+    num_queries: int,
+) -> None:
+    """scores[query, slot] = queries[query] * keys[slot], for `blocks` from the first on.
+
+    `words`: of a query, and of a key; `keys` [blocks, words, slots of a block].
+    """
+    emit, kind = Emitter(emit.builder, WIDTH), WORD_KINDS[key_bytes]
+    builder, vector_kind = emit.builder, ir.VectorType(kind, WIDTH)
+    seen = [emit.load(emit.at(visible, 8 * query), LONG) for query in range(num_queries)]
+    nothing = ir.Constant(ir.VectorType(BYTE, WIDTH), [0] * WIDTH)
+    hidden, parts = emit.numbers(HIDDEN), BLOCK // (AT_ONCE * WIDTH)
+    with emit.loop(builder.mul(blocks, LONG(parts))) as index:
+        index = builder.add(index, builder.mul(first, LONG(parts)))
+        block = builder.udiv(index, LONG(parts))
+        slot = builder.mul(builder.urem(index, LONG(parts)), LONG(AT_ONCE * WIDTH))
+        totals = [emit.variables(AT_ONCE) for _ in range(num_queries)]
+        block_keys = emit.at(
+            keys, (builder.mul(block, words), BLOCK * WORD_BYTES), (slot, WORD_BYTES)
+        )
+        with emit.loop(words) as word:
+            start = emit.at(block_keys, (word, BLOCK * WORD_BYTES))
+            vectors = emit.load_vectors(start, AT_ONCE, vector_kind)
+            for query, variables in enumerate(totals):
+                address = emit.at(queries, (stride, query), (word, WORD_BYTES))
+                number = emit.load_splat(address, kind)
+                for vector, variable in zip(vectors, variables, strict=True):
+                    emit.add_product(number, vector, variable)
+        for query, variables in enumerate(totals):
+            target = emit.at(
+                scores, (stride, query), (block, BLOCK * WORD_BYTES), (slot, WORD_BYTES)
+            )
+            for part, variable in enumerate(variables):
+                place = emit.at(seen[query], (block, BLOCK), slot, WIDTH * part)
+                mask = emit.load(place, nothing.type)
+                is_seen = builder.icmp_unsigned("!=", mask, nothing)
+                score = builder.select(is_seen, builder.load(variable), hidden)
+                emit.store(score, emit.at(target, part * VECTOR_BYTES))
+
+
+def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any:
+    """2 to the power of float32 numbers, 0 if one is -127 or less."""
+    builder = emit.builder
+    exponent = emit.larger(exponent, emit.numbers(-127.0))
+    rounding = emit.numbers(ROUNDING)
+    rounded = builder.fadd(exponent, rounding)
+    fraction = builder.fsub(exponent, builder.fsub(rounded, rounding))
+    power = emit.numbers(EXP2[degree])
+    for coefficient in EXP2[degree - 1 :: -1]:
+        power = emit.fma(power, fraction, emit.numbers(coefficient))
+    bits = builder.shl(builder.bitcast(rounded, emit.word_vector), emit.words(23))
+    scale = builder.bitcast(bits, emit.float_vector)
+    return builder.fmul(power, scale)
+
+
+@emitted(literals=1)
+def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
+    """Replace scores, in units of log 2, by 2^(score - largest) as numbers of the cache."""
+    builder, vectors = emit.builder, BLOCK // LANES
+    largest = emit.variables(vectors)
+    for variable in largest:
+        builder.store(emit.numbers(LOWEST), variable)
+    with emit.loop(blocks) as block:
+        start = emit.at(scores, (block, BLOCK * WORD_BYTES))
+        parts = emit.load_vectors(start, vectors, FLOATS)
+        for score, variable in zip(parts, largest, strict=True):
+            builder.store(emit.larger(score, builder.load(variable)), variable)
+    both = functools.reduce(emit.larger, map(builder.load, largest))
+    maximum = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, both))
+    is_float, swapped = key_bytes == 4, ir.Constant(WORDS, [lane ^ 1 for lane in range(LANES)])
+    with emit.loop(blocks) as block:
+        start = emit.at(scores, (block, BLOCK * WORD_BYTES))
+        target = emit.at(scores, (block, BLOCK * key_bytes))
+        for part, score in enumerate(emit.load_vectors(start, vectors, FLOATS)):
+            weight = _emit_exp2(emit, builder.fsub(score, maximum), 6 if is_float else 4)
+            if not is_float:
+                weight = emit.bfloats(weight)
+                weight = builder.shuffle_vector(weight, weight, swapped)
+            emit.store(weight, emit.at(target, LANES * key_bytes * part))
+
+
+@emitted(literals=2, counts=QUERIES)
+def compute_weighted_sums(
+    emit: Emitter,
+    weights: Any,
+    values: Any,
+    value_bytes: Any,
+    words: Any,
+    totals: Any,
+    sums: Any,
+    stride: Any,
+    key_bytes: int,
+    vectors: int,
+    num_queries: int,
+) -> None:
+    """Add weights[query, slot] * values[slot] to sums[query], and weights to lane `query`.
+
+    `words`: of weights; of each value, `vectors` vectors are read. `totals`: of the lanes.
+    """
+    emit, kind = Emitter(emit.builder, WIDTH), WORD_KINDS[key_bytes]
+    vector_kind = ir.VectorType(kind, WIDTH)
+    one = ir.Constant(vector_kind, [1.0 if kind == FLOAT else 0x3F803F80] * WIDTH)
+    bools = ir.VectorType(ir.IntType(1), WIDTH)
+    places = [emit.at(sums, (stride, query)) for query in range(num_queries)]
+    results = [emit.variables(vectors, place) for place in places]
+    (total,) = emit.variables(1, totals)
+    with emit.loop(words) as word:
+        value = emit.at(values, emit.builder.mul(word, value_bytes))
+        parts, lanes = emit.load_vectors(value, vectors, vector_kind), one
+        for query, variables in enumerate(results):
+            weight = emit.load_splat(emit.at(weights, (stride, query), (word, WORD_BYTES)), kind)
+            own_lane = ir.Constant(bools, [lane == query for lane in range(WIDTH)])
+            lanes = emit.builder.select(own_lane, weight, lanes)
+            for part, variable in zip(parts, variables, strict=True):
+                emit.add_product(weight, part, variable)
+        emit.add_product(lanes, one, total)
+    for place, variables in zip([*places, totals], [*results, [total]], strict=True):
+        for part, variable in enumerate(variables):
+            emit.store(emit.builder.load(variable), emit.at(place, part * VECTOR_BYTES))
+
+
+@emitted()
+def gate(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
+    """results = SiLU(gate) * up, 16 numbers of each."""
+    builder = emit.builder
+    value = emit.load(gate, FLOATS)
+    exponent = builder.fmul(value, emit.numbers(-LOG2_E))
+    one = emit.numbers(1.0)
+    highest = emit.numbers(126.0)
+    exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, highest)
+    silu = builder.fdiv(value, builder.fadd(one, _emit_exp2(emit, exponent)))
+    emit.store(builder.fmul(silu, emit.load(up, FLOATS)), results)
+
+
+@functools.cache
+def attender(key_bytes: int) -> Any:
+    """A compiled function: attention of up to `QUERIES * BATCHES` queries of one cached head.
+
+    `visible`: int64 [count], addresses of bool [slots]; `keys`, `values`: of the first of `blocks`;
+    `rows`: of a row for each query, `stride` bytes each: 16 lanes and the sums of values, float32
+    [head_dim], both 0 before; the query, [head_dim] words; and memory for scores. Query q's total
+    of weights is then in row q // QUERIES * QUERIES, lane q % QUERIES.
+    """
+    per_word = WORD_BYTES // key_bytes
+
+    @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
+    def attend(visible, count, keys, values, head_dim, blocks, rows, stride):
+        value_bytes, sums = head_dim * WORD_BYTES, rows + TOTALS_BYTES
+        queries = sums + value_bytes
+        scores = queries + value_bytes
+        for first in range(0, blocks, PART):
+            n = min(PART, blocks - first)
+            for q in range(0, count, QUERIES):
+                x, s, left = queries + q * stride, scores + q * stride, min(QUERIES, count - q)
+                compute_scores(
+                    visible + 8 * q, keys, head_dim // per_word, first, n, x, s, stride, left,
+                    key_bytes,
+                )  # fmt: skip
+        for q in range(count):
+            compute_weights(scores + q * stride, blocks, key_bytes)
+        for first in range(0, blocks, PART):
+            n = min(PART, blocks - first) * BLOCK // per_word
+            for q in range(0, count, QUERIES):
+                w = scores + q * stride + first * BLOCK * key_bytes
+                v = values + first * BLOCK * head_dim * key_bytes
+                t, y, left = rows + q * stride, sums + q * stride, min(QUERIES, count - q)
+                for _ in range(value_bytes // VALUE_BYTES):
+                    compute_weighted_sums(
+                        w, v, value_bytes, n, t, y, stride, left, key_bytes, VALUE_VECTORS
+                    )
+                    v, y = v + VALUE_BYTES, y + VALUE_BYTES
+                    t = rows + (q + 1) * stride  # read by nobody: the totals are there
+                if value_bytes % VALUE_BYTES:  # half: heads have a multiple of 32 numbers
+                    compute_weighted_sums(
+                        w, v, value_bytes, n, t, y, stride, left, key_bytes, HALF_VALUE
+                    )
+
+    return attend

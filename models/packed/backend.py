@@ -1,0 +1,152 @@
+"""A Llama-like model whose weights are packed, and whose pass is one compiled function."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.architecture import head_size
+from sequoia_plan.models.base.threads import num_threads
+from sequoia_plan.models.base.weight_stream import WeightStream
+from sequoia_plan.models.files.stored import stored_matrix
+from sequoia_plan.models.loaded_model import Backend, Masks, Traits
+from sequoia_plan.models.packed.forward import UNIT, Model, project
+from sequoia_plan.models.packed.packed_pass import (
+    PackedCache,
+    PackedPass,
+    cache_dtype,
+    visible_slots,
+)
+from sequoia_plan.models.packed.tiles import aligned_zeros, dense_rows
+from sequoia_plan.models.packed.weights import (
+    HEAD,
+    PackedWeights,
+    Storage,
+    describe,
+    model_of,
+    pack_into,
+    place_of,
+)
+
+
+class PackedBackend(Backend):
+    """Runs packed weights, once `use` was called.
+
+    `recorded` is what profiles record of the model; `streamed_layers` are those that `stream`
+    brings.
+    """
+
+    module: Any = None
+    traits = Traits(is_compiled=True)
+    reads_embeddings = False  # from a file, when tokens need them
+    kept_tokens: Tensor | None = None  # see `keep_logits`
+    stream: WeightStream | None = None
+    streamed_layers: Sequence[int] = ()
+
+    def __init__(
+        self, weights: PackedWeights, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
+        self.recorded, self.version = dict(recorded), 0
+        self.embedding, self.head_matrix = weights.embedding, weights.head
+        self.num_embeddings = self.embedding.outputs
+        self.vocabulary = self.head_matrix.outputs
+        self.weights = weights
+        self.runner: Any = None
+
+    def use(self, weights: PackedWeights) -> None:
+        """Run these weights from now on."""
+        self.weights, config, cached = weights, self.config, cache_dtype(self.dtype)
+        self.embedding, self.head_matrix = weights.embedding, weights.head
+        self.vocabulary = self.head_matrix.outputs
+        model = model_of(weights, config, head_size(config), cached.itemsize)
+        # while a text is read, PyTorch has one thread
+        workers = self.runner.workers.count if self.runner else num_threads()
+        self.runner = PackedPass(
+            model, config, self.vocabulary, cached, workers, self.stream, self.streamed_layers,
+        )  # fmt: skip
+        self.runner.kept = weights, self.head_matrix
+        if self.kept_tokens is not None:
+            self.keep_logits(self.kept_tokens)
+
+    def keep_logits(self, tokens: Tensor) -> None:
+        """See `Backend`; rows of a head in other bits than 8 are rounded to these."""
+        self.kept_tokens, rows = tokens, dense_rows(self.weights.head, tokens.numpy())
+        cut = Storage(bits=8).of(HEAD, stored_matrix(torch.from_numpy(rows)))
+        self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
+        self.weights.places[HEAD] = self.head_matrix.tiles.reshape(-1), place_of(cut)
+        self.runner.kept = self.weights, self.head_matrix
+        self.vocabulary = self.runner.vocabulary = cut.outputs
+        self.runner.model = Model(
+            **self.runner.model.fields | {"head": describe(self.head_matrix)[None]}
+        )
+
+    __setstate__ = keep_logits  # of copies, which `__reduce__` makes
+
+    def metadata(self) -> dict[str, Any]:
+        """See `Backend`."""
+        return self.recorded | {"weights": "+".join(self.weights.formats())}
+
+    def prepare(self, hidden_states: Sequence[int]) -> None:
+        """See `Backend`."""
+        count = len(self.runner.model.matrices)
+        if wrong := [number for number in hidden_states if not -1 <= number <= count]:
+            raise SequoiaPlanError(
+                f"draft: reads the hidden state {wrong[0]} of a target that has 0 to {count}"
+            )
+
+    def check(self) -> None:
+        """See `Backend`."""
+
+    def refresh(self) -> None:
+        """See `Backend`: a file's weights do not change."""
+        self.check()
+
+    def weight_memory(self) -> tuple[tuple[int, int], ...]:
+        """See `Backend`."""
+        places = self.weights.places.values()
+        return tuple((memory.ctypes.data + place.start, place.size) for memory, place in places)
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
+        """See `Backend`."""
+        return self.runner.new_cache(capacity, counts_positions=counts_positions)
+
+    def forward(
+        self, cache: Any, tokens: Tensor, positions: Tensor, masks: Masks, logits_to_keep: int,
+        hidden_states: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """See `Backend`."""
+        assert isinstance(masks, Tensor)  # layers do not differ
+        logits, states = self.runner(
+            cache, self.embedded(tokens.numpy()), positions.numpy(), cache.slots.numpy(),
+            visible_slots(masks), logits_to_keep, hidden_states,
+        )  # fmt: skip
+        return logits, states.to(self.dtype) if hidden_states else None
+
+    def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """int64 [n] -> float32 [n, width]; the last one's for tokens that there are not."""
+        return dense_rows(self.embedding, np.minimum(tokens, self.num_embeddings - 1))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Backend`."""
+        rows = torch.from_numpy(self.embedded(tokens.flatten().numpy()))
+        return rows.view(*tokens.shape, -1).to(self.dtype)
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """See `Backend`."""
+        rows = hidden_states.float().reshape(-1, hidden_states.shape[-1])
+        return multiplied(self.head_matrix, rows).view(*hidden_states.shape[:-1], -1)
+
+
+def multiplied(matrix: Any, rows: Tensor) -> Tensor:
+    """float32 [n, inputs] -> [n, outputs], in this thread."""
+    padded = -(-matrix.inputs // UNIT) * UNIT
+    x = np.zeros((len(rows), padded), np.float32)
+    x[:, : rows.shape[1]] = rows.numpy()
+    products = np.empty((len(rows), -(-matrix.outputs // UNIT) * UNIT), np.float32)
+    project(describe(matrix), x, products)
+    return torch.from_numpy(products)[:, : matrix.outputs]

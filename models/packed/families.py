@@ -1,0 +1,89 @@
+"""Which models the packed pass computes, and why not others."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from sequoia_plan.models.base.architecture import attention_window, head_size, rope_changes
+from sequoia_plan.models.files.stored import DTYPE_FORMATS
+from sequoia_plan.models.layers.attention import IMPLEMENTATIONS, attention_implementation
+from sequoia_plan.models.layers.fused_layer import is_as_defined
+from sequoia_plan.models.module_state import numbers_of
+from sequoia_plan.models.packed.forward import UNIT
+
+CLASSES = {
+    "llama": LlamaForCausalLM,
+    "mistral": MistralForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+}
+"""By `model_type`."""
+BIASED = ("q_proj", "k_proj", "v_proj")
+"""A layer's matrices that may have a bias."""
+UNUSED = ("training", "name_or_path", "gradient_checkpointing", "vocab_size", "padding_idx")
+"""Settings of modules that a pass does not depend on."""
+
+
+def empty_module(config: Any) -> Any:
+    """transformers' module of a configuration, without memory; None if the class is not known."""
+    model_class: Any = CLASSES.get(config.model_type)
+    if model_class is None:
+        return None
+    with torch.device("meta"):
+        return model_class(copy.deepcopy(config))
+
+
+def why_not(config: Any, module: Any) -> str:
+    """Why the packed pass does not compute a model; "" if it does.
+
+    `module`: of this configuration; None if its class is not known.
+    """
+    if type(module) not in CLASSES.values():
+        name = type(module).__name__ if module is not None else config.model_type
+        return f"{name} is none of {', '.join(c.__name__ for c in CLASSES.values())}"
+    parameters = dict(module.named_parameters())
+    if any(name.endswith("bias") and name.split(".")[-2] not in BIASED for name in parameters):
+        return "a matrix other than q, k and v has a bias"
+    if dtypes := {p.dtype for p in parameters.values()} - DTYPE_FORMATS.keys():
+        return f"it has weights in {dtypes.pop()}"
+    if head_size(config) % UNIT or config.hidden_act != "silu":
+        return f"heads of {head_size(config)} numbers, activation {config.hidden_act}"
+    if rope_changes(config) or attention_window(config)[1]:
+        return "its rotary embeddings change with the text, or its layers differ in their window"
+    return ""
+
+
+def why_not_module(module: Any) -> str:
+    """The same for a model in memory, whose modules may have been changed."""
+    if type(module) in CLASSES.values():
+        if (attention := attention_implementation(module.config)) not in IMPLEMENTATIONS:
+            return f"it attends by {attention}"
+        if not all(map(is_as_defined, module.modules())):
+            return "a module has hooks"
+        if name := _not_as_configured(module):
+            return f"{name} is not what its configuration says"
+    return why_not(module.config, module)
+
+
+def _not_as_configured(model: Any) -> str:
+    """The first module that is not as in a new model of the same configuration, or ""."""
+    new_modules = dict(empty_module(model.config).named_modules())
+    modules = dict(model.named_modules())
+    for name in new_modules | modules:
+        new, module = new_modules.get(name), modules.get(name)
+        if type(new) is not type(module) or (name and not _has_numbers_of(module, new)):
+            return name
+    return ""
+
+
+def _has_numbers_of(module: Any, other: Any) -> bool:
+    """Has a module all the settings of another one?"""
+    others = {name: n for name, n in numbers_of(other).items() if name not in UNUSED}
+    return {name: vars(module).get(name) for name in others} == others

@@ -1,0 +1,351 @@
+"""The pass: all layers of a Llama-like model in one function, which each worker thread calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from sequoia_plan.models.base.largest import largest_of
+from sequoia_plan.models.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
+from sequoia_plan.models.packed.formats import OUTPUTS
+from sequoia_plan.models.packed.records import Record, compiled
+from sequoia_plan.models.packed.vectors import LANES, call
+from sequoia_plan.models.packed.workers import take, wait
+
+UNIT = OUTPUTS
+"""Outputs of a matrix that one worker computes are a multiple of these: those of a tile."""
+FIRST: Any = np.int64(0)
+"""The first layer, row or node, for numba an integer as any: literals are compiled apart."""
+ENCODE, MULTIPLY, TILES, NUM_TILES, TILE_BYTES, STEPS, INPUTS, ROW_BYTES = range(8)
+"""The columns of a matrix's description: addresses, sizes in bytes, and counts."""
+QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
+"""A layer's matrices."""
+
+
+class Model(Record):
+    """A model's weights. Matrices are int64 [columns above], of a layer int64 [7, columns].
+
+    `head` int64 [parts, columns]: parts of as many tiles, but for the last one.
+    `norms` float32 [layers, 2, width]; `head_norms` float32 [layers, 2, head_dim] or [0, 2, 0];
+    `biases` float32 [layers, outputs of query, key and value] or [0, 0].
+    """
+
+
+class Reader(Record):
+    """A `model`, and its passes' memory: `normed`, `encoded`, `attention` are each worker's own.
+
+    `x` float32 [workers, rows, width], the residual stream; `first` float32 [rows, n]: what the
+    first layer attends to, if n = 0 the normed `x`; `rotary` float32 [positions, 2, head_dim / 2];
+    `positions`, `slots` int64 [rows]; `visible` bool [rows, extent]; `spans` int64 [rows, 2]: the
+    first slot that a row sees, and the end; `keys` [layers, heads, slots / BLOCK, head_dim / n,
+    BLOCK, 2] and `values` [layers, heads, slots / n, head_dim, 2], uint16: words of n = 2 numbers
+    in bfloat16, or of one in float32; `heads`, `attended`, `added`, `gate`, `up`: [rows, n].
+    `logits` float32 [rows to keep, outputs]; `hidden` float32 [states, rows, width]; `layers` int64
+    [states]: after how many layers each hidden state is taken. `largest` float32 and `best` int64
+    [workers, rows to keep]: of each worker's part of the first `vocabulary` logits, the largest one
+    (NaN if one is NaN) and its token. Of steps: `tokens`, `read_slots` int64 [rows]; `last` int64
+    [2]: the last token and position.
+    """
+
+
+@compiled
+def encode(matrix, num_rows, rows, encoded):
+    """Store rows (float32 [rows, inputs]) as the products by `matrix` read them."""
+    call(
+        matrix[ENCODE],
+        (rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS], encoded.ctypes.data,
+        matrix[ROW_BYTES]),
+    )  # fmt: skip
+
+
+@compiled
+def multiply(matrix, num_rows, encoded, results, column, first, end):
+    """The outputs from `first` to `end` of encoded rows.
+
+    `results` float32 [rows, n]; the matrix's first output goes to `column`.
+    """
+    tile = first // UNIT
+    call(
+        matrix[MULTIPLY],
+        (encoded.ctypes.data, num_rows, matrix[TILES] + tile * matrix[TILE_BYTES],
+        min(end // UNIT, matrix[NUM_TILES]) - tile, matrix[TILE_BYTES], matrix[STEPS],
+        results.ctypes.data + 4 * (column + first), results.strides[0]),
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
+def normalise(row, weight, epsilon, result):
+    """RMS norm of one row; all rows go through this function, one at a time."""
+    total = np.float32(0)
+    for column in range(weight.shape[0]):
+        total += row[column] * row[column]
+    factor = np.float32(1) / np.sqrt(total / np.float32(weight.shape[0]) + epsilon)
+    for column in range(weight.shape[0]):
+        result[column] = row[column] * factor * weight[column]
+
+
+@compiled
+def rotate(row, cosines, sines, factor):
+    """Rotary embedding of one head, times a factor, in place."""
+    half = cosines.shape[0]
+    for i in range(half):
+        left, right = row[i] * factor, row[i + half] * factor
+        row[i] = left * cosines[i] - right * sines[i]
+        row[i + half] = right * cosines[i] + left * sines[i]
+
+
+@compiled
+def put(numbers, words):
+    """Store the bits of float32 numbers in uint16 [n, 1], as bfloat16, or [n, 2], as they are."""
+    for i in range(numbers.shape[0]):
+        number = numbers[i]
+        if words.shape[1] == 1:
+            odd = (number >> np.uint32(16)) & np.uint32(1)
+            words[i, 0] = (number + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        else:
+            words[i, 0], words[i, 1] = number, number >> np.uint32(16)
+
+
+@compiled
+def project_heads(reader, layer, rows, hidden, encoded, counter, workers):
+    """Heads' queries, keys and values; keys and values are then in the cache."""
+    encoder, num_heads = np.int64(0), reader.heads.shape[1]
+    first, end = take(counter, workers, num_heads)
+    while first < num_heads:
+        encoder = project_some(reader, layer, rows, hidden, encoded, encoder, first, end)
+        first, end = take(counter, workers, num_heads)
+
+
+@compiled
+def project_some(reader, layer, rows, hidden, encoded, encoder, first_head, end_head):
+    """Heads from one on; `encoder` is what `encoded` is from, which is returned for the next."""
+    model, keys, values = reader.model, reader.keys, reader.values
+    group, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
+    per_word = head_dim // keys.shape[3]
+    heads, bits = reader.heads, reader.heads.view(np.uint32)
+    start = 0
+    for part in range(3):
+        count = group if part == QUERY else kv_heads
+        first, end = max(first_head, start), min(end_head, start + count)
+        if first < end:
+            matrix = model.matrices[layer, part]
+            if matrix[ENCODE] != encoder:
+                encoder = matrix[ENCODE]
+                encode(matrix, rows, hidden, encoded)
+            first_output, end_output = (first - start) * head_dim, (end - start) * head_dim
+            multiply(matrix, rows, encoded, heads, start * head_dim, first_output, end_output)
+        for row in range(rows):
+            rotary, slot = reader.rotary[reader.positions[row]], reader.slots[row]
+            for head in range(first, end):
+                numbers, number_bits = heads[row, head], bits[row, head]
+                if model.biases.shape[0]:
+                    for i in range(head_dim):
+                        numbers[i] += model.biases[layer, head * head_dim + i]
+                if part != VALUE and model.head_norms.shape[0]:
+                    normalise(numbers, model.head_norms[layer, part], model.epsilon, numbers)
+                if part == QUERY:  # scores are in units of log 2
+                    rotate(numbers, rotary[0], rotary[1], np.float32(LOG2_E / np.sqrt(head_dim)))
+                elif part == KEY:
+                    rotate(numbers, rotary[0], rotary[1], np.float32(1))
+                    key = keys[layer, head - start, slot // BLOCK, :, slot % BLOCK]
+                    for place in range(per_word):
+                        put(number_bits[place::per_word], key[:, place : place + 3 - per_word])
+                else:
+                    place, words = per_word - 1 - slot % per_word, slot // per_word
+                    value = values[layer, head - start, words, :, place : place + 3 - per_word]
+                    put(number_bits, value)
+        start += count
+    return encoder
+
+
+@compiled
+def attend(reader, layer, rows, worker, counter, workers):
+    """Attention of heads' queries; queries of one cached head go together."""
+    group = reader.model.heads // reader.keys.shape[1]
+    count = reader.keys.shape[1] * -(-rows * group // QUERIES)
+    first, end = take(counter, workers, count)
+    while first < count:
+        attend_some(reader, layer, rows, worker, first, end)
+        first, end = take(counter, workers, count)
+
+
+@compiled
+def attend_some(reader, layer, rows, worker, item, end_item):
+    """Attention of batches of queries from one on."""
+    model, keys, values, spans = reader.model, reader.keys, reader.values, reader.spans
+    head_dim, visible = model.head_dim, reader.visible
+    group, per_word = model.heads // keys.shape[1], head_dim // keys.shape[3]
+    bits, scratch = reader.heads.view(np.uint32), reader.attention[worker]
+    seen = np.empty(QUERIES * BATCHES, np.int64)
+    queries = scratch.view(np.uint16)
+    batches = -(-rows * group // QUERIES)
+    while item < end_item:
+        kv_head, batch = item // batches, item % batches
+        taken = min(BATCHES, end_item - item, batches - batch)
+        start = batch * QUERIES
+        count = min(rows * group - start, taken * QUERIES)
+        first, end = visible.shape[1], 0
+        for query in range(count):
+            row, head = (start + query) // group, kv_head * group + (start + query) % group
+            if query and query % QUERIES == 0 and spans[row, 0] >= end:  # another sequence's
+                count, taken = query, query // QUERIES
+                break
+            first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
+            for i in range(LANES + head_dim):
+                scratch[query, i] = 0
+            words = queries[query, 2 * (LANES + head_dim) :].reshape(-1, 3 - per_word)
+            put(bits[row, head], words)
+            seen[query] = visible[row].ctypes.data
+        item += taken
+        first_block = first // BLOCK
+        seen += first_block * BLOCK
+        call(
+            model.attend,
+            (seen.ctypes.data, count, keys[layer, kv_head, first_block:].ctypes.data,
+            values[layer, kv_head, first_block * BLOCK // per_word :].ctypes.data, head_dim,
+            -(-end // BLOCK) - first_block, scratch.ctypes.data, scratch.strides[0]),
+        )  # fmt: skip
+        for query in range(count):
+            row, head = (start + query) // group, kv_head * group + (start + query) % group
+            # the largest weight is 1; a row that sees no slot has none
+            total = max(scratch[query // QUERIES * QUERIES, query % QUERIES], np.float32(1))
+            for i in range(head_dim):
+                reader.attended[row, head, i] = scratch[query, LANES + i] / total
+
+
+@compiled
+def copy(row, result):
+    """Copy a row to another, which is not longer."""
+    for i in range(result.shape[0]):
+        result[i] = row[i]
+
+
+@compiled
+def add(row, added):
+    """Add to a row, in place."""
+    for i in range(row.shape[0]):
+        row[i] += added[i]
+
+
+@compiled
+def forward(
+    worker, workers, counter, rounds, reader, rows, start, kept, first_layer, end_layer
+):  # fmt: skip
+    """One worker's part of a pass over some layers; `counter`, `rounds`: see `wait`.
+
+    The logits of the last `kept` of the rows go to those from `start` on. Numbers after the last
+    layer's are those of the head's parts. Returns the rounds after it.
+    """
+    model, epsilon = reader.model, reader.model.epsilon
+    x, hidden, encoded = reader.x[worker], reader.normed[worker], reader.encoded[worker]
+    num_layers = model.matrices.shape[0]
+    added = reader.added
+    for layer in range(first_layer, min(end_layer, num_layers)):
+        keep_hidden_states(reader, layer, rows, x, worker)
+        matrices, attended_to = model.matrices[layer], hidden
+        if layer == 0 and reader.first.shape[1]:
+            attended_to = reader.first
+        else:
+            for row in range(rows):
+                normalise(x[row], model.norms[layer, 0], epsilon, hidden[row])
+        project_heads(reader, layer, rows, attended_to, encoded, counter, workers)
+        rounds = wait(counter, workers, rounds)
+        attend(reader, layer, rows, worker, counter, workers)
+        rounds = wait(counter, workers, rounds)
+        multiply_all(matrices[OUT], rows, reader.attended, encoded, added, counter, workers)
+        rounds = wait(counter, workers, rounds)
+        for row in range(rows):
+            add(x[row], added[row])
+            normalise(x[row], model.norms[layer, 1], epsilon, hidden[row])
+        gate_all(reader, matrices, rows, hidden, encoded, counter, workers)
+        rounds = wait(counter, workers, rounds)
+        multiply_all(matrices[DOWN], rows, reader.gate, encoded, added, counter, workers)
+        rounds = wait(counter, workers, rounds)
+        for row in range(rows):
+            add(x[row], added[row])
+    if end_layer > num_layers:
+        keep_hidden_states(reader, num_layers, rows, x, worker)
+        for row in range(rows):
+            normalise(x[row], model.final_norm, epsilon, hidden[row])
+        keep_hidden_states(reader, -1, rows, hidden, worker)
+        for part in range(max(first_layer - num_layers, 0), end_layer - num_layers):
+            if part:
+                rounds = wait(counter, workers, rounds)
+            compute_logits(
+                reader, part, hidden[rows - kept : rows], start, worker, counter, workers
+            )
+    return wait(counter, workers, rounds)
+
+
+@compiled
+def multiply_all(matrix, num_rows, rows, encoded, results, counter, workers):
+    """All outputs of a matrix, of which this worker computes those that it takes."""
+    encode(matrix, num_rows, rows, encoded)
+    count = matrix[NUM_TILES]
+    first, end = take(counter, workers, count)
+    while first < count:
+        multiply(matrix, num_rows, encoded, results, 0, first * UNIT, end * UNIT)
+        first, end = take(counter, workers, count)
+
+
+@compiled
+def gate_all(reader, matrices, num_rows, rows, encoded, counter, workers):
+    """SiLU(gate) * up, of which this worker computes the outputs that it takes."""
+    gates, ups, count = reader.gate, reader.up, matrices[GATE, NUM_TILES]
+    is_encoded, same = False, matrices[UP, ENCODE] == matrices[GATE, ENCODE]
+    first, end = take(counter, workers, count)
+    while first < count:
+        if not is_encoded:
+            encode(matrices[GATE], num_rows, rows, encoded)
+        multiply(matrices[GATE], num_rows, encoded, gates, 0, first * UNIT, end * UNIT)
+        if not same:
+            encode(matrices[UP], num_rows, rows, encoded)
+        multiply(matrices[UP], num_rows, encoded, ups, 0, first * UNIT, end * UNIT)
+        is_encoded = same
+        for row in range(num_rows):
+            gates_address, ups_address = gates[row].ctypes.data, ups[row].ctypes.data
+            for offset in range(4 * UNIT * first, 4 * UNIT * end, 4 * LANES):
+                gate(gates_address + offset, ups_address + offset, gates_address + offset)
+        first, end = take(counter, workers, count)
+
+
+@compiled
+def compute_logits(reader, part, rows, start, worker, counter, workers):
+    """Some logits of normed rows, by a part of the head, into those from `start` on."""
+    head, encoded, num_rows = reader.model.head, reader.encoded[worker], rows.shape[0]
+    matrix, column = head[part], part * head[0, NUM_TILES] * UNIT
+    encode(matrix, num_rows, rows, encoded)
+    if part == 0:
+        reader.largest[worker, :num_rows], reader.best[worker, :num_rows] = -np.inf, 0
+    count = matrix[NUM_TILES]
+    first, end = take(counter, workers, count)
+    while first < count:
+        multiply(matrix, num_rows, encoded, reader.logits[start:], column, first * UNIT, end * UNIT)
+        first_token, end_token = column + first * UNIT, min(column + end * UNIT, reader.vocabulary)
+        for row in range(num_rows):  # while they are in cache
+            if first_token < end_token:
+                largest, token = largest_of(reader.logits[start + row, first_token:end_token])
+                # of equal ones the first: what a worker takes ascends
+                if largest > reader.largest[worker, row] or largest != largest:
+                    reader.largest[worker, row] = largest
+                    reader.best[worker, row] = first_token + token
+        first, end = take(counter, workers, count)
+
+
+@compiled
+def keep_hidden_states(reader, layer, rows, x, worker):
+    """Copy hidden states to the outputs that are taken after so many layers (-1: normed)."""
+    for state in range(reader.layers.shape[0]):
+        if worker == 0 and reader.layers[state] == layer:
+            for row in range(rows):
+                copy(x[row], reader.hidden[state, row])
+
+
+@compiled
+def project(matrix, rows, results):
+    """The products of rows by one matrix."""
+    encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)
+    encode(matrix, rows.shape[0], rows, encoded)
+    multiply(matrix, rows.shape[0], encoded, results, 0, 0, results.shape[1])

@@ -1,0 +1,266 @@
+"""Passes of packed layers: their workers, their cache, and memory for what is between."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.cache import TreeCache, round_up
+from sequoia_plan.models.base.forks import renewed_in_forks
+from sequoia_plan.models.base.weight_stream import WeightStream
+from sequoia_plan.models.packed.attention import BATCHES, BLOCK, QUERIES, WORD_BYTES
+from sequoia_plan.models.packed.forward import ROW_BYTES, UNIT, Model, Reader, copy, forward
+from sequoia_plan.models.packed.records import compiled
+from sequoia_plan.models.packed.tiles import aligned_zeros
+from sequoia_plan.models.packed.vectors import LANES
+from sequoia_plan.models.packed.workers import COUNTER_WORDS
+
+NOTHING, NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
+
+
+class Workers:
+    """Threads that run the parts of a pass. Each set of workers has its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.counter = aligned_zeros((COUNTER_WORDS,), np.int64)
+        renewed_in_forks(self)._at_fork_reinit()
+
+    def _at_fork_reinit(self) -> None:
+        self.lock, self.pool = Lock(), ThreadPoolExecutor(self.count)
+
+    def __reduce__(self) -> Any:
+        """For pickle and copies: threads of their own."""
+        return Workers, (self.count,)
+
+    def run(self, function: Any, *arguments: Any) -> None:
+        """Call a function once in each thread: with its number, their count, and `counter`."""
+        self.counter[:] = 0
+        address = self.counter.ctypes.data
+        others: list[Future[None]] = []
+        try:
+            for worker in range(1, self.count):
+                others.append(self.pool.submit(function, worker, self.count, address, *arguments))
+            function(0, self.count, address, *arguments)
+            for other in others:
+                other.result()
+        except BaseException:  # an interrupt: let go of those that wait for this thread
+            self.counter[:] = 1 << 40  # more than there are rounds, or things to take
+            wait(others)
+            raise
+
+
+def visible_slots(mask: Tensor) -> NDArray[np.bool_]:
+    """bool [rows, slots in whole blocks] from an additive mask [rows, slots]."""
+    rows, extent = mask.shape
+    visible = np.zeros((rows, round_up(extent, BLOCK)), np.bool_)
+    np.greater_equal(mask.float().numpy(), 0, out=visible[:, :extent])
+    return visible
+
+
+class PackedCache(TreeCache):
+    """Keys and values of all layers, see `forward.Reader`."""
+
+    def __init__(
+        self, layers: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype,
+        counts_positions: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(0, capacity, counts_positions=counts_positions)
+        self.clear()
+        slots, n = round_up(capacity, BLOCK), WORD_BYTES // dtype.itemsize
+        shape = (layers, heads, slots // n, head_dim, 2)
+        try:
+            self.keys = aligned_zeros(
+                (layers, heads, slots // BLOCK, head_dim // n, BLOCK, 2), np.uint16
+            )
+            self.values = aligned_zeros(shape, np.uint16)
+        except MemoryError as error:
+            gigabytes = 4 * np.prod(shape) / 1e9
+            raise SequoiaPlanError(
+                f"KV cache: {capacity} tokens need {gigabytes:.3g} GB, more than there are; lower "
+                "max_new_tokens"
+            ) from error
+
+    def clear(self) -> None:
+        """See `TreeCache.clear`; `waiting` has the arguments of a pass that `may_wait`."""
+        self.waiting: list[tuple[Any, ...]] = []
+
+    def take(self, other: Any, count: int) -> None:
+        """See `TreeCache.take`."""
+        super().take(other, count)
+        blocks = -(-count // BLOCK)
+        words = blocks * self.values.shape[2] // self.keys.shape[2]
+        self.keys[:, :, :blocks] = other.keys[:, :, :blocks]
+        self.values[:, :, :words] = other.values[:, :, :words]
+
+    def commit(self, slots: Tensor, start: Tensor) -> None:
+        """See `TreeCache.commit`."""
+        super().commit(slots, start)
+        move_slots(self.keys, self.values, slots.numpy(), int(start))
+
+
+@compiled
+def move_slots(keys: Any, values: Any, slots: Any, start: int) -> None:
+    """Move entries to the slots from `start` on, in ascending order."""
+    n = values.shape[3] // keys.shape[3]
+    for place in range(slots.shape[0]):
+        source, target = slots[place], start + place
+        if source == target:
+            continue
+        for layer in range(keys.shape[0]):
+            for head in range(keys.shape[1]):
+                key, value = keys[layer, head], values[layer, head]
+                old, new = key[source // BLOCK], key[target // BLOCK]
+                old_value, new_value = value[source // n], value[target // n]
+                for half in range(2):
+                    copy(old[:, source % BLOCK, half], new[:, target % BLOCK, half])
+                    if half >= n - 1:
+                        copy(old_value[:, half - source % n], new_value[:, half - target % n])
+
+
+class PackedPass:
+    """Runs packed layers over rows. Its scratch memory lets one pass run at a time.
+
+    `streamed_layers` are those whose weights `stream` brings in every pass; the head's parts count
+    as layers. `kept` has the memory of the weights, of which `model` has addresses.
+    """
+
+    kept: Any = None
+
+    def __init__(
+        self, model: Model, config: Any, vocabulary: int, dtype: torch.dtype, workers: int,
+        stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.vocabulary, self.dtype = model, vocabulary, dtype
+        self.width, self.kv_heads = config.hidden_size, config.num_key_value_heads
+        self.padded_width = round_up(self.width, UNIT)
+        self.inner_width = round_up(config.intermediate_size, UNIT)
+        self.rotary_embedding = LlamaRotaryEmbedding(config)
+        self.workers, self.stream, self.streamed = Workers(workers), stream, streamed_layers
+        self.rotary = np.zeros((0, 2, model.head_dim // 2), np.float32)
+        self.scratch_rows = self.scratch_slots = 0
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
+        """A cache for a sequence of up to so many slots."""
+        model = self.model
+        return PackedCache(
+            len(model.matrices), self.kv_heads, model.head_dim, capacity, self.dtype,
+            counts_positions,
+        )  # fmt: skip
+
+    def __call__(
+        self, cache: PackedCache, x: NDArray[np.float32], positions: NDArray[np.int64],
+        slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int,
+        layers: Sequence[int], first: NDArray[np.float32] = NO_ROWS,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One pass over rows: their logits, and hidden states after so many `layers` (-1: normed).
+
+        `x` float32 [rows, width]; `visible` and `first`: see `Reader`. Returns float32 [rows to
+        keep, vocabulary] and [rows, states * width], and notes in the cache if a logit is not
+        finite.
+        """
+        rows, extent = visible.shape
+        kept = logits_to_keep or rows
+        spans = np.stack([visible.argmax(1), extent - visible[:, ::-1].argmax(1)], 1)
+        with self.workers.lock:  # scratch memory serves one pass at a time
+            self._reserve(rows, extent)
+            self.scratch["x"][:, :rows, : self.width] = x
+            reader = self.new_reader(
+                cache, self.workers.count, kept, layers, self.vocabulary, **self.scratch,
+                first=first, slots=slots, positions=positions, visible=visible, spans=spans,
+                tokens=NOTHING, read_slots=NOTHING, last=NOTHING,
+            )  # fmt: skip
+            if self.stream and cache.may_wait:  # with its scratch memory
+                cache.waiting, self.scratch_rows = [(reader, rows, 0, kept)], 0
+            else:
+                self.run(cache, reader, rows, 0, kept)
+        logits, hidden = reader.logits[:, : self.vocabulary], reader.hidden[:, :rows]
+        if not np.isfinite(reader.largest.max(0)).all():
+            cache.finite.fill_(False)
+        states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
+        return torch.from_numpy(logits), states
+
+    def run(self, cache: PackedCache, *arguments: Any) -> None:
+        """A pass, after the one that waits for it, each layer of both as its weights arrive."""
+        passes, cache.waiting = [*cache.waiting, arguments], []
+        for part in self.parts():
+            for others in passes:
+                self.workers.run(forward, 1, *others, *part)
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Ranges of layers, each of which is in memory when it is yielded."""
+        start, num_layers = 0, len(self.model.matrices) + len(self.model.head)
+        for number, layer in enumerate(self.streamed if self.stream else ()):
+            assert self.stream
+            if layer > start:
+                yield start, layer
+            self.stream.wait_for(number)
+            yield layer, layer + 1
+            self.stream.release(number)
+            start = layer + 1
+        if start < num_layers:
+            yield start, num_layers
+
+    def new_reader(
+        self, cache: Any, workers: int, kept: int, layers: Sequence[int], vocabulary: int,
+        **others: Any,
+    ) -> Reader:  # fmt: skip
+        """What passes read, with memory for logits of `kept` rows and for hidden states.
+
+        `layers`: see `Reader`; `others`: its other fields, those of `new_scratch` among them.
+        """
+        self.reserve_rotary(cache.capacity)
+        return Reader(
+            model=self.model, rotary=self.rotary, keys=cache.keys, values=cache.values,
+            logits=np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32),
+            hidden=np.zeros((len(layers), len(others["heads"]), self.padded_width), np.float32),
+            layers=np.array(layers, np.int64), largest=np.zeros((workers, kept), np.float32),
+            best=np.zeros((workers, kept), np.int64), vocabulary=vocabulary, **others,
+        )  # fmt: skip
+
+    def reserve_rotary(self, positions: int) -> None:
+        """Provide rotary embeddings of so many positions."""
+        if len(self.rotary) < positions:
+            places, half = torch.arange(positions)[None], self.model.head_dim // 2
+            like = torch.zeros(1, dtype=torch.float32)
+            cosines, sines = self.rotary_embedding(like, places)
+            table = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1)
+            self.rotary = table.contiguous().numpy()
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        """Provide scratch memory for so many rows and slots; what is large enough is used again."""
+        if rows <= self.scratch_rows and slots <= self.scratch_slots:
+            return
+        self.scratch_rows = rows = max(rows, self.scratch_rows)
+        self.scratch_slots = slots = max(slots, self.scratch_slots)
+        self.scratch = self.new_scratch(self.workers.count, rows, slots)
+
+    def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[Any]]:
+        """Memory for passes of so many workers, rows and slots: fields of a `Reader`."""
+        model = self.model
+        widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[0, ROW_BYTES]))
+        own, inner = (workers, rows, self.padded_width), (rows, self.inner_width)
+        shapes = {
+            "x": own,
+            "normed": own,
+            "attention": (workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),
+            "heads": (rows, model.heads + 2 * self.kv_heads, model.head_dim),
+            "attended": (rows, model.heads, model.head_dim),
+            "added": own[1:],
+            "gate": inner,
+            "up": inner,
+        }
+        memory = {name: aligned_zeros(shape, np.float32) for name, shape in shapes.items()}
+        return memory | {"encoded": aligned_zeros((workers, rows, widest))}
+
+
+def cache_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of cached keys and values of a model in a dtype."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

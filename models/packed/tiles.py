@@ -1,0 +1,301 @@
+"""Matrices as tiles: from rows as a GGUF file has them, and back to float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_plan.models.packed.formats import (
+    FORMATS,
+    GROUP,
+    OUTPUTS,
+    QUAD,
+    Run,
+    num_tiles,
+    row_bytes,
+    tile_bytes,
+)
+from sequoia_plan.models.packed.records import Record, compiled
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in one of `FORMATS`, whose rows are `outputs`.
+
+    `tiles` uint8 [num_tiles, tile_bytes], aligned to 64 bytes, are only read.
+    """
+
+    format: int
+    outputs: int
+    inputs: int
+    tiles: NDArray[np.uint8]
+
+
+def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[np.uint8]) -> None:
+    """Write rows, uint8 [outputs, row_bytes] as a GGUF file has them, to the tiles for them.
+
+    Zeros stand for outputs and inputs that are missing. `tiles` uint8 [num_tiles, tile_bytes].
+    ValueError for rows or tiles of another size.
+    """
+    layout, sizes = FORMATS[format], (rows.shape[1], *tiles.shape)
+    expected = row_bytes(format, inputs), num_tiles(len(rows)), tile_bytes(format, inputs)
+    if sizes != expected:
+        raise ValueError(f"row bytes, tiles and their bytes: found {sizes}, expected {expected}")
+    rows = rows.view()
+    rows.flags.writeable = False  # compiled once, whether or not they can be written
+    if layout.is_float:
+        numbers, pair = layout.step.base, layout.step.shape[2]
+        _pack_numbers(rows.view(numbers), tiles.view(numbers), pair)
+        return
+    places: Any = layout.step.fields
+    _pack_blocks(
+        rows, tiles, np.array([layout.block_bytes, layout.block, layout.num_scales]),
+        np.array([layout.step.itemsize, places["scales"][1], places["weights"][1]]),
+        np.array(layout.factors), layout.step["factors"].shape[2],
+        np.array(layout.scale_runs or [Run(0, 0, 0, 0, 0)]),
+        np.array(layout.scale_planes, np.int64), np.uint8(layout.scale_flip),
+        np.array(layout.runs), np.array(layout.planes), np.uint8(layout.flip),
+    )  # fmt: skip
+
+
+@compiled
+def _pack_numbers(numbers, tiles, pair):
+    """Numbers [outputs, inputs] to tiles [tiles, numbers of one]."""
+    outputs, inputs = numbers.shape
+    for tile in range(tiles.shape[0]):
+        target = tiles[tile]
+        for start in range(0, target.shape[0] // OUTPUTS, GROUP):
+            target[start * OUTPUTS : (start + GROUP) * OUTPUTS] = 0
+            end = min(start + GROUP, inputs)
+            for output in range(min(outputs - tile * OUTPUTS, OUTPUTS)):
+                row = numbers[tile * OUTPUTS + output]
+                for i in range(start, end):
+                    target[(i // pair * OUTPUTS + output) * pair + i % pair] = row[i]
+
+
+@compiled
+def _pack_blocks(
+    rows, tiles, sizes, places, factors, factor_bytes, scale_runs, scale_planes, scale_flip, runs,
+    planes, flip,
+):  # fmt: skip
+    """Blocks of integers; `sizes`: bytes and values of one; `places`: of a step's end and parts."""
+    block_bytes, num_values, num_scales = sizes
+    step_bytes, scales_at, weights_at = places
+    values = np.zeros((OUTPUTS, num_values), np.uint8)
+    scales = np.zeros((OUTPUTS, num_scales), np.uint8)
+    for tile in range(tiles.shape[0]):
+        count = max(min(rows.shape[0] - tile * OUTPUTS, OUTPUTS), 0)
+        part = rows[tile * OUTPUTS : tile * OUTPUTS + count]
+        values[count:], scales[count:] = 0, 0
+        for number in range(tiles.shape[1] // step_bytes):
+            step, block = tiles[tile, number * step_bytes :], number * block_bytes
+            step[:scales_at] = 0
+            for factor in range(factors.shape[0]):
+                for output in range(count):
+                    for byte in range(factor_bytes):
+                        at = (factor * OUTPUTS + output) * factor_bytes + byte
+                        step[at] = part[output, block + factors[factor] + byte]
+            _unpack(part, block, scale_runs, scale_flip, scales)
+            _unpack(part, block, runs, flip, values)
+            _put_planes(scales, scale_planes, num_scales // QUAD, step[scales_at:])
+            _put_planes(values, planes, GROUP // QUAD, step[weights_at:])
+
+
+@compiled
+def _unpack(rows, block, runs, flip, values):
+    """The integers of the rows' blocks (see `Run`)."""
+    for run in range(runs.shape[0]):
+        start, shift, bits, first, length, to, apart = runs[run]
+        lower, mask = np.uint8((1 << to) - 1), np.uint8((1 << bits) - 1)
+        shift, to = np.uint8(shift), np.uint8(to)
+        for output in range(rows.shape[0]):
+            if apart == 1:  # many at once
+                source, target = rows[output, block + start :], values[output, first:]
+                for i in range(length):
+                    bits = ((source[i] >> shift) & mask) ^ flip
+                    target[i] = (target[i] & lower) | (bits << to)
+            else:
+                for i in range(length):
+                    at = first + i * apart
+                    bits = ((rows[output, block + start + i] >> shift) & mask) ^ flip
+                    values[output, at] = (values[output, at] & lower) | (bits << to)
+
+
+@compiled
+def _put_planes(values, planes, quads, target):
+    """The planes of integers, uint8 [outputs, values], by groups of so many quads."""
+    words, target = values.view(np.uint32), target.view(np.uint32)
+    column = np.empty((quads, OUTPUTS), np.uint32)
+    at = 0
+    for start in range(0, words.shape[1], max(quads, 1)):
+        for output in range(OUTPUTS):
+            for quad in range(quads):
+                column[quad, output] = words[output, start + quad]
+        low = 0
+        for plane in range(planes.shape[0]):
+            bits = planes[plane]
+            vectors, mask = quads * bits // 8, np.uint32(((1 << bits) - 1) * 0x01010101)
+            for vector in range(vectors):
+                part = target[at : at + OUTPUTS]
+                part[:] = 0
+                for field in range(8 // bits):
+                    quad = column[vector + vectors * field]
+                    right, left = np.uint32(low), np.uint32(bits * field)
+                    for output in range(OUTPUTS):
+                        part[output] |= ((quad[output] >> right) & mask) << left
+                at += OUTPUTS
+            low += bits
+
+
+class Embedding(Record):
+    """A matrix whose rows compiled code reads, one at a time.
+
+    `sizes` int64: of `Format`, `block`, `group`, `num_scales`, bytes of a step, where in it scales
+    and weights begin, bytes of a factor (0: of numbers in floating point, which have `block` bytes
+    and lie in groups of `group`), whether there are offsets, their sign, and `scale_zero`. `values`
+    float32: what integers stand for, less their zero.
+    """
+
+
+def embedding_of(matrix: Matrix) -> Embedding:
+    """What reading a matrix's rows takes."""
+    layout = FORMATS[matrix.format]
+    sizes, values = [layout.block_bytes, layout.step.shape[2] if layout.is_float else 0], [0]
+    if not layout.is_float:
+        places: Any = layout.step.fields
+        sizes = [
+            layout.block, layout.group, layout.num_scales, layout.step.itemsize,
+            places["scales"][1], places["weights"][1], layout.step["factors"].shape[2],
+            layout.zero is None, layout.offset_sign, layout.scale_zero,
+        ]  # fmt: skip
+        values = [x - (layout.zero or 0) for x in layout.values or range(1 << layout.bits)]
+    numbers = np.array([*sizes, *[0] * (10 - len(sizes))], np.int64)
+    planes, scale_planes = (np.array(p, np.int64) for p in (layout.planes, layout.scale_planes))
+    return Embedding(
+        tiles=matrix.tiles, sizes=numbers, planes=planes, scale_planes=scale_planes,
+        values=np.array(values, np.float32),
+    )  # fmt: skip
+
+
+def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Rows of a matrix, float32 [n, inputs]: the numbers that the package gguf reads."""
+    rows, embedding = np.empty((len(row_numbers), matrix.inputs), np.float32), embedding_of(matrix)
+    for row, number in zip(rows, row_numbers.tolist(), strict=True):
+        read_row(embedding, number, row)
+    return rows
+
+
+@compiled
+def read_row(embedding, number, row):
+    """Read one row, float32 [inputs]."""
+    tile, output, values = embedding.tiles[number // OUTPUTS], number % OUTPUTS, embedding.values
+    block, group, num_scales, step_bytes, scales_at, weights_at, factor_bytes = embedding.sizes[:7]
+    if not factor_bytes:
+        _read_numbers(tile, output, block, group, row)
+        return
+    has_offsets, sign, scale_zero = embedding.sizes[7:]
+    scales, integers = np.zeros(max(num_scales, 1), np.int64), np.zeros(GROUP, np.int64)
+    group_bytes = embedding.planes.sum() * OUTPUTS * QUAD
+    for start in range(0, row.shape[0], block):
+        step = tile[start // block * step_bytes :]
+        factor, offset = _factor(step, output * factor_bytes, factor_bytes), np.float32(0)
+        if has_offsets:
+            offset = np.float32(sign) * _factor(step, 2 * (OUTPUTS + output), 2)
+        if num_scales:
+            _integers(step[scales_at:], embedding.scale_planes, num_scales // QUAD, output, scales)
+        for first in range(0, min(block, row.shape[0] - start), group):
+            if first % GROUP == 0:
+                weights = step[weights_at + first // GROUP * group_bytes :]
+                _integers(weights, embedding.planes, GROUP // QUAD, output, integers)
+            scale, subtracted, place = factor, offset, first // group
+            if num_scales:
+                scale = factor * np.float32(scales[place] - scale_zero)
+                if has_offsets:
+                    place += num_scales // 2
+                    subtracted = offset * np.float32(scales[place] - scale_zero)
+            for i in range(first, min(first + group, row.shape[0] - start)):
+                row[start + i] = values[integers[i % GROUP]] * scale - subtracted
+
+
+@compiled
+def _integers(vectors, planes, quads, output, integers):
+    """One output's integers from vectors of planes of so many quads (see `Format.step`)."""
+    integers[:] = 0
+    low = first = 0
+    for plane in range(planes.shape[0]):
+        bits = planes[plane]
+        own, fields, mask = quads * bits // 8, 8 // bits, (1 << bits) - 1
+        for vector in range(own):
+            at = ((first + vector) * OUTPUTS + output) * QUAD
+            for field in range(fields):
+                to = (vector + own * field) * QUAD
+                for lane in range(QUAD):
+                    byte = np.int64(vectors[at + lane])
+                    integers[to + lane] |= ((byte >> (field * bits)) & mask) << low
+        low, first = low + bits, first + own
+
+
+@compiled
+def _factor(stored, at, count):
+    """A factor from its bytes: float16, or the exponent of a power of 2."""
+    if count == 1:
+        return np.float32(2.0 ** (np.int64(stored[at]) - 131))
+    return _half(np.int64(stored[at]) | np.int64(stored[at + 1]) << 8)
+
+
+@compiled
+def _half(bits):
+    """A float16 number from its bits."""
+    exponent, fraction = bits >> 10 & 31, bits & 1023
+    number = (fraction + (1024 if exponent else 0)) * 2.0 ** (max(exponent, 1) - 25)
+    if exponent == 31:
+        number = np.nan if fraction else np.inf
+    return np.float32(-number if bits >> 15 else number)
+
+
+@compiled
+def _read_numbers(tile, output, num_bytes, pair, row):
+    """Read a row of numbers in floating point."""
+    halves, numbers = tile.view(np.uint16), tile.view(np.float32)
+    for i in range(row.shape[0]):
+        at = (i // pair * OUTPUTS + output) * pair + i % pair
+        if num_bytes == 4:
+            row[i] = numbers[at]
+        elif pair == 2:
+            row[i] = np.uint32(np.uint32(halves[at]) << np.uint32(16)).view(np.float32)
+        else:
+            row[i] = _half(np.int64(halves[at]))
+
+
+def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
+    """Rows float32 [n, inputs] rounded to 8 bits (Q8_0) or 4 (Q4_1): uint8 [n, row_bytes]."""
+    padded = np.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP)))
+    groups = padded.reshape(len(weights), -1, GROUP)
+    lowest = groups.min(-1, keepdims=True)
+    if bits == 8:
+        factors = (np.abs(groups).max(-1, keepdims=True) / 127).astype(np.float16)
+        numbers = _whole_multiples(groups, factors, -128, 127).astype(np.int8).view(np.uint8)
+    else:
+        scales = ((groups.max(-1, keepdims=True) - lowest) / 15).astype(np.float16)
+        factors = np.concatenate([scales, lowest.astype(np.float16)], -1)
+        groups = groups - factors[..., 1:].astype(np.float32)
+        numbers = _whole_multiples(groups, scales, 0, 15).astype(np.uint8)
+        numbers = numbers[..., :16] | numbers[..., 16:] << np.uint8(4)
+    return np.concatenate([factors.view(np.uint8), numbers], -1).reshape(len(weights), -1)
+
+
+def _whole_multiples(groups: Any, scales: Any, lowest: int, highest: int) -> NDArray[Any]:
+    """Weights in units of their group's scale, rounded."""
+    units = np.maximum(scales.astype(np.float32), np.finfo(np.float32).tiny)
+    return np.rint(groups / units).clip(lowest, highest)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> NDArray[Any]:
+    """Zeros whose first byte is at a multiple of 64."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,221 @@
+"""Vectors of 16 numbers in LLVM's terms, for the intrinsics of products and attention.
+
+numba's cache looks at a function's own file only: after a change to this one, or to an intrinsic
+that another file uses, delete `models/packed/__pycache__`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+
+from sequoia_plan.models.packed.instructions import BYTE, HALF_WORD, LONG, WORD, multiplies_bfloats
+
+LANES = 16
+"""Numbers in a vector: 512 bits in float32. LLVM splits them where the processor's are shorter."""
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+FLOATS = ir.VectorType(FLOAT, LANES)
+WORDS = ir.VectorType(WORD, LANES)
+
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat16, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+BFLOAT = _BFloat16()
+BFLOATS = ir.VectorType(BFLOAT, 2 * LANES)
+
+
+class Emitter:
+    """Emits the instructions of an intrinsic, on vectors of `lanes`. Addresses are int64 values."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int = LANES) -> None:
+        self.builder, self.lanes = builder, lanes
+        self.float_vector, self.word_vector = (ir.VectorType(k, lanes) for k in (FLOAT, WORD))
+
+    def at(self, address: ir.Value, *terms: ir.Value | int | tuple[ir.Value, int]) -> ir.Value:
+        """An address plus bytes; a pair is an index times the bytes of an entry."""
+        for term in terms:
+            if isinstance(term, tuple):
+                term = self.builder.mul(term[0], LONG(term[1]))
+            address = self.builder.add(address, LONG(term) if isinstance(term, int) else term)
+        return address
+
+    def load(self, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+        """What is at an address."""
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
+
+    def store(self, value: ir.Value, address: ir.Value, align: int = 1) -> None:
+        """Write a value to an address."""
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer, align=align)
+
+    def splat(self, number: ir.Value) -> ir.Value:
+        """A vector that has one number in all lanes."""
+        empty = ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined)
+        one = self.builder.insert_element(empty, number, WORD(0))
+        return self.builder.shuffle_vector(one, empty, self.words(0))
+
+    def load_splat(self, address: ir.Value, kind: ir.Type) -> ir.Value:
+        """The number at an address, in all lanes."""
+        return self.splat(self.load(address, kind, align=4))
+
+    def words(self, number: int) -> ir.Value:
+        """An integer in all lanes."""
+        return ir.Constant(self.word_vector, [number] * self.lanes)
+
+    def numbers(self, number: float) -> ir.Value:
+        """A number in floating point in all lanes."""
+        return ir.Constant(self.float_vector, [number] * self.lanes)
+
+    def memory(self, vectors: int) -> ir.Value:
+        """The address of memory for so many vectors of 16, which the function has to itself."""
+        place = cgutils.alloca_once(self.builder, ir.ArrayType(FLOATS, vectors))
+        return self.builder.ptrtoint(place, LONG)
+
+    def prefetch(self, address: ir.Value, count: int) -> None:
+        """Ask for the lines of so many bytes from an address on, in the first cache."""
+        for start in range(0, count, 64):
+            line = self.builder.inttoptr(self.at(address, start), BYTE.as_pointer())
+            self.call("llvm.prefetch.p0i8", ir.VoidType(), line, WORD(0), WORD(3), WORD(1))
+
+    def call(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+        """Call an instruction of LLVM by its name."""
+        module = self.builder.module
+        kinds = [value.type for value in values]
+        function = module.globals.get(name)
+        function = function or ir.Function(module, ir.FunctionType(result, kinds), name)
+        return self.builder.call(function, values)
+
+    def fma(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
+        """left * right + total, rounded once."""
+        return self.call(f"llvm.fma.v{self.lanes}f32", self.float_vector, left, right, total)
+
+    def variables(self, count: int, address: ir.Value | None = None) -> list[ir.Value]:
+        """Vectors, 0 or what is at an address at first; LLVM keeps them in registers."""
+        values = [self.numbers(0.0)] * count
+        if address:
+            values = self.load_vectors(address, count, self.float_vector)
+        variables = [cgutils.alloca_once(self.builder, self.float_vector) for _ in values]
+        for value, variable in zip(values, variables, strict=True):
+            self.builder.store(value, variable)  # not at the function's start: a loop does it again
+        return variables
+
+    def add_product(self, left: ir.Value, right: ir.Value, variable: ir.Value) -> None:
+        """Add left * right to a variable; of pairs of bfloat16 numbers, the upper product first."""
+        builder, total = self.builder, self.builder.load(variable)
+        if left.type == self.float_vector:
+            total = self.fma(left, right, total)
+        elif multiplies_bfloats(self.lanes):
+            pairs = (builder.bitcast(pair, BFLOATS) for pair in (left, right))
+            total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, *pairs)
+        else:
+            for numbers in zip(self.halves(left), self.halves(right), strict=True):
+                total = self.fma(*numbers, total)
+        builder.store(total, variable)
+
+    def halves(self, pairs: ir.Value) -> list[ir.Value]:
+        """The upper and the lower number of pairs in bfloat16, as float32."""
+        upper = self.builder.and_(pairs, self.words(-1 << 16))
+        lower = self.builder.shl(pairs, self.words(16))
+        return [self.builder.bitcast(half, self.float_vector) for half in (upper, lower)]
+
+    def larger(self, value: ir.Value, bound: ir.Value) -> ir.Value:
+        """The larger of two vectors' numbers; the second one's in place of NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", value, bound), value, bound)
+
+    def bfloats(self, value: ir.Value) -> ir.Value:
+        """float32 numbers rounded to bfloat16, ties to even, as int16."""
+        builder, kind = self.builder, ir.VectorType(HALF_WORD, self.lanes)
+        if multiplies_bfloats(self.lanes):
+            name, rounded = "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES)
+            return builder.bitcast(self.call(name, rounded, value), kind)
+        bits = builder.bitcast(value, self.word_vector)
+        sixteen, one, most = map(self.words, (16, 1, 0x7FFF))
+        odd = builder.and_(builder.lshr(bits, sixteen), one)
+        bits = builder.add(builder.add(bits, odd), most)
+        return builder.trunc(builder.lshr(bits, sixteen), kind)
+
+    def load_vectors(self, address: ir.Value, count: int, kind: ir.Type) -> list[ir.Value]:
+        """Vectors of float32 or words that lie side by side."""
+        size = 4 * self.lanes
+        return [self.load(self.at(address, size * place), kind) for place in range(count)]
+
+    @contextmanager
+    def loop(self, count: ir.Value) -> Iterator[ir.Value]:
+        """A loop whose body is what is emitted inside; yields the index."""
+        with cgutils.for_range(self.builder, count) as loop:
+            yield loop.index
+
+    def floats(self, address: ir.Value, kind: str) -> ir.Value:
+        """A vector of numbers of a kind ("float32" or "float16") as float32."""
+        if kind == "float32":
+            return self.load(address, self.float_vector)
+        halves = self.load(address, ir.VectorType(HALF, self.lanes))
+        return self.builder.fpext(halves, self.float_vector)
+
+
+def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]], Any]:
+    """Make an intrinsic of `emit(emitter, address, ..., literal, ...)`, which writes its code.
+
+    The addresses and counts are int64; the last `literals` are known when it is compiled. With
+    `counts`, the argument before these is a count from 1 to `counts`: there is code for each, with
+    the count as the last literal. numba's cache on disk finds functions that call it if both stand
+    at the top of a module.
+    """
+
+    def intrinsic_of(emit: Callable[..., None]) -> Any:
+        """The intrinsic, with the function's name."""
+
+        @functools.wraps(emit)  # for its signature
+        def typed(context: Any, *arguments: types.Type) -> Any:
+            num_values = len(arguments) - literals
+            constants = arguments[num_values:]
+            if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
+                raise RequireLiteralValue("the last arguments")
+            numbers = [constant.literal_value for constant in constants]
+
+            def codegen(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
+                inputs = values[:num_values]
+                if not counts:
+                    emit(Emitter(builder), *inputs, *numbers)
+                for number in range(1, counts + 1):
+                    with builder.if_then(builder.icmp_unsigned("==", inputs[-1], LONG(number))):
+                        emit(Emitter(builder), *inputs[:-1], *numbers, number)
+                return context.get_dummy_value()
+
+            return types.void(*[types.int64] * num_values, *constants), codegen
+
+        return intrinsic(prefer_literal=True)(typed)
+
+    return intrinsic_of
+
+
+@intrinsic
+def call(context, function, values):
+    """Call a function of int64 by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = cgutils.unpack_tuple(builder, arguments[1])
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * len(values))
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.UniTuple(types.int64, len(values))), codegen

@@ -1,0 +1,80 @@
+"""How the threads of a pass share its work and wait for each other, in compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sequoia_plan.models.packed.instructions import LONG, WORD
+from sequoia_plan.models.packed.records import compiled
+from sequoia_plan.models.packed.system import sched_yield
+from sequoia_plan.models.packed.vectors import Emitter
+
+LOOKS = 500
+"""How often a worker looks for the others before it yields its processor."""
+TAKEN, FINISHED, COUNTER_WORDS = 64, 128, 24
+"""Of workers' counter, whose first word has how often one came to `wait`: the bytes to how often
+things were taken since, and to the rounds that all have finished; and its words."""
+
+
+@intrinsic
+def fetch_and_add(context, address, count):
+    """Add to the int64 at an address, as one step that other threads see; its value before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer = builder.inttoptr(values[0], LONG.as_pointer())
+        return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def look_and_pause(context, address):
+    """The int64 at an address as other threads left it, after a pause for the core's other one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        is_x86 = "x86" in builder.module.triple
+        pause = ("llvm.x86.sse2.pause",) if is_x86 else ("llvm.aarch64.hint", WORD(1))
+        Emitter(builder).call(pause[0], ir.VoidType(), *pause[1:])
+        pointer = builder.inttoptr(values[0], LONG.as_pointer())
+        return builder.load_atomic(pointer, "acquire", align=8)
+
+    return types.int64(types.int64), codegen
+
+
+@compiled
+def wait(counter, workers, rounds):
+    """Wait until all workers have come here `rounds` times; returns `rounds` + 1.
+
+    `counter`: the address of int64 [COUNTER_WORDS] that were 0 in round 1.
+    """
+    if fetch_and_add(counter, 1) + 1 == workers * rounds:  # the last one
+        taken = fetch_and_add(counter + TAKEN, 0)
+        fetch_and_add(counter + TAKEN, -taken)
+        fetch_and_add(counter + FINISHED, 1)
+        return rounds + 1
+    looks = 0
+    while look_and_pause(counter + FINISHED) < rounds:
+        looks += 1
+        if looks > LOOKS:
+            sched_yield()
+    return rounds + 1
+
+
+@compiled
+def take(counter, workers, count):
+    """Some of `count` things that no worker has taken since all were here: first, end.
+
+    The first ones of each worker are half of its part, later ones fewer: a slow worker takes less.
+    No more are left if the first is `count`.
+    """
+    number = fetch_and_add(counter + TAKEN, 1)
+    many = (count + 2 * workers - 1) // (2 * workers)
+    few = max(count // (8 * workers), 1)
+    first, size = number * many, many
+    if number >= workers:
+        first, size = workers * many + (number - workers) * few, few
+    return min(first, count), min(first + size, count)

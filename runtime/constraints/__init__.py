@@ -1,0 +1,1 @@
+"""What a text must obey: logits processors, grammars, JSON schemas."""

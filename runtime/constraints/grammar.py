@@ -1,0 +1,150 @@
+"""Structured output: texts of a JSON schema, a regular expression or a grammar, by xgrammar."""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.runtime.constraints.json_schema import LOOKAHEAD, refuse_unenforced
+from sequoia_plan.runtime.constraints.path_logits import Path
+
+_compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""xgrammar's compiler for each tokenizer; it has read the whole vocabulary."""
+MAX_BLANKS = 8
+"""Blanks in a row between parts of JSON, at most: a model may prefer them to going on."""
+OPENED, CLOSED = "<think>", "</think>"
+"""What a thought stands between; only texts after it follow a grammar."""
+
+
+class Grammar:
+    """Lets through the tokens that continue a text of a grammar (see `PathProcessor`).
+
+    Where the prompt ends with `<think>`, the text of the grammar begins after `</think>`.
+
+    Args:
+        tokenizer: the target's.
+        json_schema: a JSON schema, as text or as a dictionary. At most eight blanks stand together
+            between the parts of its texts.
+        regex: a regular expression that the whole text matches.
+        ebnf: a grammar in xgrammar's notation (GBNF), whose first rule is `root`.
+
+    Raises:
+        ArgumentError: if not exactly one of the three is given, it cannot be compiled, has a part
+            that xgrammar does not enforce, or xgrammar is not installed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        json_schema: str | Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        ebnf: str | None = None,
+    ) -> None:
+        given = {"json_schema": json_schema, "regex": regex, "grammar": ebnf}
+        sources = {name: source for name, source in given.items() if source is not None}
+        if len(sources) != 1:
+            raise ArgumentError(
+                f"grammar: found {', '.join(sources) or 'none'}, expected one of {', '.join(given)}"
+            )
+        [(kind, source)] = sources.items()
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ArgumentError(
+                f"{kind}: needs xgrammar, which is not installed; pip install "
+                "'sequoia-plan[grammar]'"
+            ) from error
+        try:
+            text = source if isinstance(source, str) else json.dumps(source)
+            if kind == "json_schema":
+                refuse_unenforced(schema := json.loads(text), schema)
+            if kind == "regex" and re.search(LOOKAHEAD, text):
+                raise ValueError("a lookahead is not enforced")
+            if tokenizer not in _compilers:
+                _compilers[tokenizer] = xgrammar.GrammarCompiler(_vocabulary_of(tokenizer))
+            blanks = {"max_whitespace_cnt": MAX_BLANKS} if kind == "json_schema" else {}
+            self.compiled = getattr(_compilers[tokenizer], f"compile_{kind}")(text, **blanks)
+        except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+            reason = re.sub(r"^\[.*?\] \S+: ", "", str(error).strip().splitlines()[-1])
+            if isinstance(error, (LookupError, AttributeError)):
+                reason = "not a JSON schema"
+            raise ArgumentError(
+                f"{kind}: found {str(source).strip()[:60] or 'nothing'}: {reason}"
+            ) from error
+        self.xgrammar, self.vocabulary = xgrammar, self.compiled.tokenizer_info.vocab_size
+        self.tokenizer = tokenizer
+
+    def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
+        """See `PathProcessor`: `end_tokens` may end a whole text of the grammar."""
+        ends = [token for token in end_tokens if token < self.vocabulary] or None
+        self.matcher = self.xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
+        self.masks: dict[Path, Tensor] = {}
+        self.thought: list[int] | None = None
+        if self.tokenizer.decode(prompt[-2 * len(OPENED) :]).rstrip().endswith(OPENED):
+            self.thought = []
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """See `PathProcessor`."""
+        answer = self._answer(tokens)
+        self.thought = [*(self.thought or ()), *tokens] if answer is None else None
+        for token in answer or ():
+            if not self.matcher.is_terminated():
+                self.matcher.accept_token(token)
+        self.masks = {}
+
+    def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+        """See `PathProcessor`: logits after a path that leaves the grammar stay as they are."""
+        masks = torch.cat([self._mask(path) for path in paths]).to(logits.device)
+        width = min(self.vocabulary, logits.shape[1])
+        self.xgrammar.apply_token_bitmask_inplace(logits, masks, vocab_size=width)
+        if logits.shape[1] > self.vocabulary:  # a head may have more rows than there are tokens
+            is_free = (masks == -1).all(-1)
+            logits[~is_free, self.vocabulary :] = -torch.inf
+        return logits
+
+    def _mask(self, path: Path) -> Tensor:
+        """int32 [1, vocabulary / 32]: a bit for each token; all, off the grammar and at its end.
+
+        A mask is made once a step, for the draft and the target.
+        """
+        if path not in self.masks:
+            num_accepted, matcher, answer = 0, self.matcher, self._answer(path)
+            mask = self.xgrammar.allocate_token_bitmask(1, self.vocabulary)
+            for token in answer or ():
+                if matcher.is_terminated() or not matcher.accept_token(token):
+                    break
+                num_accepted += 1
+            if answer is not None and num_accepted == len(answer) and not matcher.is_terminated():
+                matcher.fill_next_token_bitmask(mask)
+            if num_accepted:
+                matcher.rollback(num_accepted)
+            self.masks[path] = mask
+        return self.masks[path]
+
+    def _answer(self, tokens: Sequence[int]) -> Sequence[int] | None:
+        """Those of the next tokens that follow the grammar; None while the thought goes on."""
+        if self.thought is None:
+            return tokens
+        before = self.thought[-len(CLOSED) :]  # tokens may split it
+        for count in range(1, len(tokens) + 1):
+            if CLOSED in self.tokenizer.decode([*before, *tokens[:count]]):
+                return tokens[count:]
+        return None
+
+
+def _vocabulary_of(tokenizer: Any) -> Any:
+    """xgrammar's TokenizerInfo, in which control tokens, as missing ones, have no text."""
+    from xgrammar import TokenizerInfo
+
+    info = TokenizerInfo.from_huggingface(tokenizer)
+    added, texts = tokenizer.added_tokens_decoder, info.decoded_vocab
+    for token in {*tokenizer.all_special_ids, *(t for t in added if added[t].special)}:
+        texts[token] = b""
+    ends = info.stop_token_ids or None
+    return TokenizerInfo(texts, stop_token_ids=ends, add_prefix_space=info.add_prefix_space)

@@ -1,0 +1,1 @@
+"""From logits to probabilities, and from these to tokens."""

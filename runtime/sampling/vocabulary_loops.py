@@ -1,0 +1,280 @@
+"""Loops over a CPU's rows of logits and probabilities, which read each row as seldom as possible.
+
+Each computes what tensor operations elsewhere do, which are its oracle: `Sampling.target_probs`,
+`drawing.in_turn`, `drawing.most_probable` and `Residual`. Rows are float32, and contiguous.
+"""
+
+import math
+
+import numpy as np
+
+from sequoia_plan.models.base.largest import BLOCK, LARGEST, compiled, in_order, maximum
+
+EXP2 = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
+LOG2_E = np.float32(math.log2(math.e))
+ZERO, HALF = np.float32(0), np.float32(0.5)
+LOWEST = np.float32(-126)
+"""Powers of 2 below count as 0."""
+FEWER = np.float32(2.0**-10)
+MOST_TOKENS = 1024
+"""More tokens are looked for in another way."""
+
+
+@compiled
+def _exp2(x):
+    """2 ** x for x <= 0, to the last bits; a series around the next whole number."""
+    # infinity times 0 is NaN
+    within = x if x > LOWEST else LOWEST
+    whole = np.floor(within + HALF)
+    part = within - whole
+    series = EXP2[7]
+    for n in range(6, -1, -1):
+        series = series * part + EXP2[n]
+    power = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return ZERO if x < LOWEST else series * power
+
+
+@compiled
+def fill(values, value):
+    """Put one value in all places."""
+    for place in range(values.size):
+        values[place] = value
+
+
+@compiled
+def weigh(scores, largest, lowest, temperature, sums):
+    """Put exp((score - largest) / temperature) in place of scores, 0 if these are below `lowest`.
+
+    `sums` float64 [blocks]: those of blocks of weights. Returns their sum.
+    """
+    if largest == -LARGEST:  # no token is possible
+        fill(scores, np.nan)
+        fill(sums, np.nan)
+        return np.nan
+    largest, lowest = largest / temperature, lowest / temperature
+    for block in range(sums.size):
+        part, total = scores[block * BLOCK : (block + 1) * BLOCK], ZERO
+        for place in range(part.size):
+            score = part[place] / temperature
+            weight = _exp2((score - largest) * LOG2_E)
+            part[place] = weight if not score < lowest else ZERO
+            total += part[place]
+        sums[block] = total
+    return sums.sum()
+
+
+@compiled
+def _scale(probs, factor):
+    """Multiply in place."""
+    for token in range(probs.size):
+        probs[token] *= factor
+
+
+@compiled
+def top_of_row(values, tokens, best):
+    """The tokens of the largest values in order, of equal ones the first, with their values.
+
+    A block is looked at only if its largest value is among them.
+    """
+    num_kept = 0
+    for start in range(0, values.size, BLOCK):
+        block = values[start : start + BLOCK]
+        if num_kept == tokens.size and not maximum(block) > best[-1]:
+            continue
+        for place in range(block.size):
+            value = block[place]
+            if num_kept == tokens.size and not value > best[-1]:
+                continue
+            num_kept = min(num_kept + 1, tokens.size)
+            rank = num_kept - 1
+            while rank > 0 and value > best[rank - 1]:
+                tokens[rank], best[rank] = tokens[rank - 1], best[rank - 1]
+                rank -= 1
+            tokens[rank], best[rank] = start + place, value
+
+
+@compiled
+def top_tokens(values, tokens):
+    """The tokens of each row's largest values in order, into `tokens` int64 [rows, count]."""
+    best = np.empty(tokens.shape[1], np.float32)
+    for row in range(len(values)):
+        top_of_row(values[row], tokens[row], best)
+
+
+@compiled
+def _mass_from(values, bits, lowest):
+    """The sum of the values whose bits are at least `lowest`."""
+    total = ZERO
+    for place in range(values.size):
+        total += values[place] if bits[place] >= lowest else ZERO
+    return total
+
+
+@compiled
+def _mass_cut(probs, mass, memory):
+    """The largest of the probabilities down to which they add up to `mass`.
+
+    Bits of positive floats have the order of the floats, so it is found bit by bit; first, those
+    that it may be are gathered in `memory`.
+    """
+    bits, largest = probs.view(np.int32), maximum(probs)
+    bound = largest * FEWER
+    while bound > 0 and not _mass_from(probs, bits, np.float32(bound).view(np.int32)) >= mass:
+        bound *= FEWER
+    count = 0
+    for token in range(probs.size):
+        if probs[token] >= bound:
+            memory[count] = probs[token]
+            count += 1
+    bits = memory[:count].view(np.int32)
+    low, high = np.float32(bound).view(np.int32), np.float32(largest).view(np.int32)
+    while low < high:
+        middle = low + (high - low + np.int32(1)) // np.int32(2)
+        if _mass_from(memory[:count], bits, middle) >= mass:
+            low = middle
+        else:
+            high = middle - np.int32(1)
+    return np.int32(low).view(np.float32)
+
+
+@compiled
+def _rank_cut(values, count):
+    """The value of rank `count` from the largest on, found bit by bit."""
+    bits = values.view(np.int32)
+    low, high = -(1 << 31), (1 << 31) - 1
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        bound, num_kept = np.int32(middle), 0
+        for place in range(bits.size):
+            num_kept += in_order(bits[place]) >= bound
+        if num_kept >= count:
+            low = middle
+        else:
+            high = middle - 1
+    return np.int32(in_order(np.int32(low))).view(np.float32)
+
+
+@compiled
+def _keep_from(probs, lowest):
+    """Remove the probabilities below `lowest`, and let the others add up to 1."""
+    total = ZERO
+    for token in range(probs.size):
+        probs[token] = probs[token] if probs[token] >= lowest else ZERO
+        total += probs[token]
+    _scale(probs, np.float32(1) / total)
+
+
+@compiled
+def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, memory):
+    """`Sampling.target_probs` of one row, in place; `sums`: see `weigh`; `memory` [vocabulary]."""
+    lowest = -LARGEST
+    if MOST_TOKENS < top_k < scores.size:
+        lowest = _rank_cut(scores, top_k)
+    elif 0 < top_k < scores.size:
+        best = memory[:top_k]
+        top_of_row(scores, np.empty(top_k, np.int64), best)
+        lowest = best[-1]
+    total = weigh(scores, largest_score, lowest, temperature, sums)
+    _scale(scores, np.float32(1 / total))
+    if top_p < 1:
+        _keep_from(scores, _mass_cut(scores, top_p, memory))
+    if min_p > 0:
+        _keep_from(scores, min_p * maximum(scores))
+
+
+@compiled
+def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
+    """`Sampling.target_probs` of rows, in place; `largest_scores` [rows]."""
+    memory, sums = np.empty(rows.shape[1], np.float32), np.empty(-(-rows.shape[1] // BLOCK))
+    for row in range(len(rows)):
+        probs_of_row(
+            rows[row], largest_scores[row], temperature, top_k, top_p, min_p, sums, memory
+        )  # fmt: skip
+
+
+@compiled
+def _is_among(token, tokens):
+    """Is a token one of these?"""
+    is_among = False
+    for other in tokens:
+        is_among |= other == token
+    return is_among
+
+
+@compiled
+def _sum_without(values, start, skipped):
+    """The sum of values of the tokens from `start` on, without those of some tokens."""
+    total, first = 0.0, 0
+    for token in skipped:
+        if start <= token < start + values.size:
+            total += values[first : token - start].sum()
+            first = token - start + 1
+    return total + values[first:].sum()
+
+
+@compiled
+def sum_blocks(probs, sums):
+    """The sums of blocks of probabilities, float64 [blocks]."""
+    for block in range(sums.size):
+        sums[block] = probs[block * BLOCK : (block + 1) * BLOCK].sum()
+
+
+@compiled
+def draw_from(probs, uniforms, sums, tokens, masses):
+    """One row of `draw_in_turn`; `masses` float64 [count]: those of the tokens before each draw.
+
+    `sums` float64 [blocks]: those of blocks of tokens, then of those that are not drawn.
+    """
+    for rank in range(tokens.size):
+        masses[rank] = total = sums.sum()
+        if not total > 0:  # each token that is left is as likely
+            token = min(int(uniforms[rank] * (probs.size - rank)), probs.size - rank - 1)
+            for earlier in np.sort(tokens[:rank]):
+                token += token >= earlier
+            tokens[rank] = token
+            continue
+        left, block, last = uniforms[rank] * total, 0, 0
+        for block in range(sums.size):
+            last = block if sums[block] > 0 else last
+            if left < sums[block]:
+                break
+            left -= sums[block]
+        start, token = last * BLOCK, -1
+        for place in range(start, min(start + BLOCK, probs.size)):
+            if probs[place] > 0 and not _is_among(place, tokens[:rank]):
+                token = place
+                left -= probs[place]
+                if left < 0:
+                    break
+        tokens[rank] = max(token, 0)
+        drawn = np.sort(tokens[: rank + 1])
+        sums[last] = _sum_without(probs[start : start + BLOCK], start, drawn)
+
+
+@compiled
+def draw_in_turn(probs, uniforms, tokens):
+    """Distinct tokens of each row, one after the other, each by inversion of what is left.
+
+    `uniforms` float64 [rows, count] in [0, 1); `tokens` int64 [rows, count] is the result.
+    """
+    sums, masses = np.empty(-(-probs.shape[1] // BLOCK)), np.empty(tokens.shape[1])
+    for row in range(len(probs)):
+        sum_blocks(probs[row], sums)
+        draw_from(probs[row], uniforms[row], sums, tokens[row], masses)
+
+
+@compiled
+def residual_mass(p, q, c, e):
+    """The sum over tokens of max(p - c q - e, 0)."""
+    total = ZERO
+    for token in range(p.size):
+        left = p[token] - c * q[token] - e
+        total += left if left > 0 else ZERO
+    return total
+
+
+@compiled
+def residual_masses(p, q, c, e, masses):
+    """`residual_mass` of each row, into `masses` [rows]."""
+    for row in range(len(p)):
+        masses[row] = residual_mass(p[row], q[row], c[row], e[row])
