@@ -61,8 +61,8 @@ def timed_steps(step: CapturedStep, sampling: Sampling) -> dict[str, float]:
         started = time.perf_counter()
         step.launch(length, sampling)(length)
         whole.append(1000 * (time.perf_counter() - started))
-        if compiled := step.compiled(sampling):
-            rest.append(whole[-1] - 1000 * sum(compiled.seconds(step.compiled_tree)[:-1]))
+        if seconds := step.part_seconds(sampling):
+            rest.append(whole[-1] - 1000 * sum(seconds[:-1]))
         step.sequence.length.fill_(length)
     if not rest:
         return {"by_parts": float(np.median(whole))}

@@ -47,24 +47,17 @@ def time_parts(step: CapturedStep, extent: int, sampling: Sampling) -> dict[str,
     `host` is what a step takes beyond its parts.
     """
     length = step.sequence.length.clone()
-
-    def run_step() -> None:
-        """A whole step, from its random numbers to reading its tokens back."""
-        step.refill_random_numbers(sampling)
-        step.run(extent, sampling).tolist()
-
-    step.refill_random_numbers(sampling)
-    if compiled := step.compiled(sampling):
-        root = int(length)
-        step_seconds = timed(step.device, lambda: step.launch(root, sampling)(root))[1]
-        *draft_passes, target, verify = compiled.seconds(step.compiled_tree)
+    root = int(length)
+    step_seconds = timed(step.device, lambda: step.launch(root, sampling)(root))[1]
+    step.sequence.length.copy_(length)  # undoes the tokens that were committed
+    if seconds := step.part_seconds(sampling):
+        *draft_passes, target, verify = seconds
         draft = sum(draft_passes)
     else:
+        step.refill_random_numbers(sampling)
         drafted, draft = timed(step.device, partial(step.run_draft, extent, sampling))
         logits, target = timed(step.device, partial(step.run_target, extent))
         verify = timed(step.device, partial(step.run_verification, logits, drafted, sampling))[1]
-        step.sequence.length.copy_(length)  # undoes the tokens that were committed
-        step_seconds = timed(step.device, run_step)[1]
     step.sequence.length.copy_(length)
     parts = {"draft": draft, "target": target, "verify": verify}
     return {"step": step_seconds, **parts, "host": step_seconds - sum(parts.values())}

@@ -75,18 +75,14 @@ class SizeTimer:
             self.step.sequence.target.roll_back(self.half)
 
         seconds = {}
-        if self.pairs and (compiled := self.pairs.compiled(self.sampling)):
-            if self.times_draft:
-                self.pairs.refill_random_numbers(self.sampling)
-                passes = compiled.time_passes(
-                    self.pairs.compiled_tree, self.sampling, of_target=False
-                )
+        if self.pairs and self.times_draft:
+            self.pairs.refill_random_numbers(self.sampling)
+            if passes := self.pairs.time_passes(self.sampling, of_target=False):
                 seconds["draft", self.size] = passes[1]
                 self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
-            compiled = self.step.compiled(self.sampling)
-            if stream:
-                stream.wait_until_full()
-            passes = compiled.time_passes(self.step.compiled_tree, self.sampling, of_target=True)
+        if stream:
+            stream.wait_until_full()
+        if self.pairs and (passes := self.step.time_passes(self.sampling, of_target=True)):
             return seconds | {("target", self.size): passes[0]}
         for _ in range(1 if stream else 2):  # the last time after a step
             if stream:

@@ -85,8 +85,7 @@ class VerificationTimer:
         if step.device.type == "cpu":
             length = int(self.length)
             seconds = timed(step.device, lambda: step.launch(length, self.sampling)(length))[1]
-            if compiled := step.compiled(self.sampling):  # which runs the passes, too
-                seconds -= sum(compiled.seconds(step.compiled_tree)[:-1])
+            seconds -= sum(step.part_seconds(self.sampling)[:-1])  # passes that ran in one call
         else:
             seconds = timed(step.device, self._verify)[1]
         step.sequence.length.copy_(self.length)

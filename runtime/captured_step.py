@@ -127,7 +127,7 @@ class CapturedStep(TreeStep):
         extent = self.extent(length)
         self.refill_random_numbers(sampling)
         fits = extent <= self.sequence.target.capacity
-        compiled = self.compiled(sampling) if fits and not self.runs_by_parts else None
+        compiled = self._compiled(sampling) if fits and not self.runs_by_parts else None
         num_unread = 0
         if self.drafter and self.alternates:
             with one_thread_of_torch(self.target.traits.is_compiled):
@@ -140,7 +140,21 @@ class CapturedStep(TreeStep):
             return partial(self._output, lambda: numbers)
         return partial(self._output, read_back(self.run(extent, sampling)))
 
-    def compiled(self, sampling: Sampling) -> Any:
+    def part_seconds(self, sampling: Sampling) -> list[float]:
+        """Of the last launch, the seconds of each draft pass, of the target's, and of the rest.
+
+        Empty where steps do not run in one call, which times its parts.
+        """
+        compiled = self._compiled(sampling)
+        return compiled.seconds(self.compiled_tree) if compiled else []
+
+    def time_passes(self, sampling: Sampling, *, of_target: bool) -> list[float]:
+        """Run the target's pass or the draft's; the seconds of each, empty as above."""
+        if compiled := self._compiled(sampling):
+            return compiled.time_passes(self.compiled_tree, sampling, of_target=of_target)
+        return []
+
+    def _compiled(self, sampling: Sampling) -> Any:
         """What runs whole steps with this sampling in one call; None if nothing does."""
         step = self.models.step_for(self.max_rows)
         if step is None or not step.follows(sampling):

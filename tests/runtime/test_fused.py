@@ -16,7 +16,7 @@ from triton_kernels import DEVICE
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base import kernel_launch
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.sampling import drawing_kernels
+from sequoia_plan.runtime.sampling import drawing, drawing_kernels
 from sequoia_plan.runtime.sampling import sampling as sampling_module
 from sequoia_plan.runtime.sampling.drawing import race_on_device
 from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, residual, residual_kernels, traversal
@@ -45,7 +45,7 @@ def _drawn_as_on_cuda(monkeypatch):
     drawing_on = Sampling.drawing_on
     on_cuda = lambda sampling, _: drawing_on(sampling, torch.device("cuda"))  # noqa: E731
     monkeypatch.setattr(Sampling, "drawing_on", on_cuda)
-    monkeypatch.setattr(kernel_launch, "HAS_NUMBA", False)
+    monkeypatch.setattr(drawing, "HAS_NUMBA", False)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def accepted(decoder, sampling):
 def traced(monkeypatch):
     """Decoders run the trace of their step: one graph, or an error."""
     torch._dynamo.reset()
-    monkeypatch.setattr("sequoia_plan.models.base.kernel_launch.HAS_NUMBA", False)  # as on CUDA
+    monkeypatch.setattr("sequoia_plan.runtime.sampling.drawing.HAS_NUMBA", False)  # as on CUDA
     monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
     # dynamo cannot guard tensors of inference mode
     monkeypatch.setattr(SequoiaDecoder, "steps", SequoiaDecoder.steps.__wrapped__)
