@@ -28,6 +28,7 @@ from sequoia_plan.runtime.generation import (
     end_tokens,
     read_prompt,
     stop_criteria,
+    stop_list,
     whole_number,
 )
 from sequoia_plan.runtime.pace import MAX_CONTEXTS, note_pace
@@ -126,6 +127,7 @@ class SequoiaDecoder:
         sampling: Sampling | None = None,
         attention_mask: Tensor | None = None,
         stop_strings: str | Sequence[str] | None = None,
+        cut_stop: bool = False,
         stopping_criteria: Sequence[Callable[..., Any]] = (),
         logits_processor: Sequence[Callable[..., Any]] = (),
         constraint: Grammar | None = None,
@@ -133,6 +135,7 @@ class SequoiaDecoder:
         output_logits: bool = False,
         output_scores: bool = False,
         reuse_prefix: bool = False,
+        on_step: Callable[[StepOutput, list[int]], None] | None = None,
     ) -> Generation:
         """Generate after a prompt.
 
@@ -152,6 +155,8 @@ class SequoiaDecoder:
             attention_mask: as tokenizers return it; it may hide nothing.
             stop_strings: text after which generation ends; needs the decoder's tokenizer. The token
                 that completes a stop string is kept, as in transformers.
+            cut_stop: the text, also a `TextStreamer`'s, ends before the first stop string that is
+                complete; what may begin one waits. Special tokens are no part of that text.
             stopping_criteria: transformers' criteria, called as `criterion(input_ids, None)` after
                 every token.
             logits_processor: transformers' processors and warpers, in its order; each is called
@@ -163,6 +168,8 @@ class SequoiaDecoder:
             output_scores: return them after processors, temperature and filters.
             reuse_prefix: do not read again what the decoder has last read, as far as the prompt
                 begins with it.
+            on_step: called after each step with its output, and those of its tokens that belong to
+                the text; the text goes to the streamer next. What it raises ends the generation.
 
         Raises:
             SequoiaPlanError: if the prompt is empty, a batch or too long for the context, a setting
@@ -177,17 +184,23 @@ class SequoiaDecoder:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
         prompt_ids = prompt.tolist()
+        strings = stop_list(stop_strings, tokenizer)
+        cut_at = strings if cut_stop else []
+        options = {"skip_special_tokens": True}
         ending = Ending(
             prompt_ids,
             max_tokens=max_new_tokens,
             max_tokens_in_context=model.context - len(prompt_ids),
             end_tokens=end_tokens(eos_token_id, model, tokenizer),
-            criteria=[*stop_criteria(stop_strings, tokenizer), *stopping_criteria],
-        )
+            criteria=[
+                *stop_criteria([] if cut_stop else strings, tokenizer), *stopping_criteria
+            ],
+            text=NewText(tokenizer, prompt_ids, options, cut_at) if cut_at else None,
+        )  # fmt: skip
         new_ids: list[int] = []
         num_steps, finish_reason = 0, "" if max_new_tokens else "length"
         if getattr(type(streamer), "put", None) is TextStreamer.put:
-            streamer = TextStream(streamer, prompt_ids)
+            streamer = TextStream(streamer, prompt_ids, cut_at)
         elif streamer is not None:
             streamer.put(prompt[None].cpu())
         record = TokenRecord(sampling, logprobs, output_logits, output_scores)
@@ -207,6 +220,8 @@ class SequoiaDecoder:
                 num_steps += 1
                 new_ids.extend(tokens)
                 record.add(tokens, output.logits, output.processed_logits)
+                if on_step:
+                    on_step(output, tokens)
                 if streamer is not None:
                     streamer.put(torch.tensor(tokens))
         if streamer is not None:
@@ -214,7 +229,7 @@ class SequoiaDecoder:
         sequences = torch.tensor([prompt_ids + new_ids], device=self.step.device)
         text = None
         if tokenizer is not None:
-            new_text = NewText(tokenizer, prompt_ids, {"skip_special_tokens": True})
+            new_text = NewText(tokenizer, prompt_ids, options, cut_at)
             text = new_text.add(new_ids) + new_text.rest()
         seconds = time.perf_counter() - started
         return Generation(

@@ -14,7 +14,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import text_config, unwrapped
 from sequoia_plan.runtime.sampling.sampling import Sampling
-from sequoia_plan.runtime.text import text_ids
+from sequoia_plan.runtime.text import NewText, text_ids
 
 Criterion = Callable[..., Any]
 """A stopping criterion of transformers."""
@@ -98,8 +98,8 @@ class TokenRecord:
 class Ending:
     """Finds where a generation ends.
 
-    It ends at an end-of-sequence token, at a stopping criterion, or when no more tokens may be
-    added, or fit.
+    It ends at an end-of-sequence token, at a stop string of `text`, at a stopping criterion, or
+    when no more tokens may be added, or fit.
     """
 
     def __init__(
@@ -109,8 +109,10 @@ class Ending:
         max_tokens_in_context: int,
         end_tokens: set[int],
         criteria: Sequence[Criterion],
+        text: NewText | None = None,
     ) -> None:
         self.sequence, self.end_tokens, self.criteria = list(prompt), end_tokens, criteria
+        self.text = text
         self.max_length = len(prompt) + min(max_tokens, max_tokens_in_context)
         self.reason_at_max_length = "length" if max_tokens <= max_tokens_in_context else "context"
 
@@ -127,6 +129,10 @@ class Ending:
         """Why the generation ends after `token`, the last of the sequence; "" if it goes on."""
         if token in self.end_tokens:
             return "eos"
+        if self.text:
+            self.text.add([token])
+            if self.text.stop.found:
+                return "stop"
         if self.criteria:
             ids = torch.tensor([self.sequence])
             for criterion in self.criteria:
@@ -205,24 +211,29 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
     return ids.reshape(-1).long()
 
 
-def stop_criteria(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[Criterion]:
-    """transformers' criterion for stop strings, which finds them wherever tokens split them."""
+def stop_list(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[str]:
+    """Stop strings as a list; ArgumentError if one is none, or there is no tokenizer."""
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
-    if not strings:
-        return []
     if not all(isinstance(text, str) and text for text in strings):
         raise ArgumentError(
             f"stop_strings: found {stop_strings!r:.60}, expected text, or a list of texts"
         )
-    if tokenizer is None:
+    if strings and tokenizer is None:
         raise ArgumentError(
             "stop_strings: the decoder has no tokenizer to read text with; give it one: "
             "SequoiaDecoder(..., tokenizer=...)"
         )
+    return strings
+
+
+def stop_criteria(strings: Sequence[str], tokenizer: Any) -> list[Criterion]:
+    """transformers' criterion for stop strings, which finds them wherever tokens split them."""
+    if not strings:
+        return []
     from transformers.generation.stopping_criteria import StopStringCriteria
 
     try:
-        return [StopStringCriteria(tokenizer, strings)]
+        return [StopStringCriteria(tokenizer, list(strings))]
     except ValueError as error:  # a string that no tokens can spell, or tokens without text
         reason = str(error).replace(
             "substring not found",

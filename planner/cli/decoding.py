@@ -45,6 +45,7 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
     help="A chat: each line of stdin is a message, until the end of stdin (Ctrl-D).",
 )
 @count_option("--max-new-tokens", default=128, text="New tokens, at most.")
+@click.option("--stop", multiple=True, help="End before this text; several may be given.")
 @sampling_options
 @file_option("--json-schema", text="Only texts that this JSON schema allows.")
 @name_option("--regex", text="Only texts that match this regular expression.")
@@ -58,6 +59,7 @@ def generate(
     raw: bool,
     interactive: bool,
     max_new_tokens: int,
+    stop: tuple[str, ...],
     sampling: dict[str, Any],
     json_schema: str | None,
     regex: str | None,
@@ -116,6 +118,8 @@ def generate(
             seed=seed,
             streamer=None if as_json else printer,
             sampling=settings,
+            stop_strings=stop,
+            cut_stop=True,
             constraint=constraint,
             reuse_prefix=True,
         )
