@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "planner.solving": {"artifacts"},
     "planner.report": {"artifacts", "planner.solving", "engines"},
     "planner.cli": {"artifacts", "engines", "planner.solving", "planner.report", "profiler"}
-    | {"runtime", "models.backends"},
+    | {"runtime", "models.backends", "server"},
     "planner.package": {"planner.cli"},
     "models.base": {"artifacts"},
     "models.files": {"artifacts", "models.base"},
@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "runtime.compiled": ONE_MODEL | {"models.packed", "runtime.draft"} | LOW_RUNTIME,
     "runtime": ONE_MODEL | {"models.backends", "models.offload"} | RUNTIME_PARTS,
     "profiler": ONE_MODEL | {"models.backends", "runtime"} | RUNTIME_PARTS - {"runtime.compiled"},
+    "server": {"artifacts", "runtime"},
 }
 """Which part may import which; docs/architecture.md draws it."""
 EXTERNAL = {
@@ -54,6 +55,7 @@ EXTERNAL = {
     "models": {"numba", "click", "yaml"},
     "runtime": {"numba", "click", "yaml"},
     "profiler": {"numba", "click", "yaml"},
+    "server": {"numba", "click", "yaml"},
 }
 """Libraries that a part and its parts never import, also not within a function."""
 COMPILED = (
@@ -113,7 +115,7 @@ def imported(tree):
 def imports():
     """Every module of the package by name, with what it imports."""
     found = {}
-    for package in ("artifacts", "engines", "models", "planner", "profiler", "runtime"):
+    for package in ("artifacts", "engines", "models", "planner", "profiler", "runtime", "server"):
         folder = Path(importlib.import_module(f"{OWN}.{package}").__file__).parent
         for file in folder.rglob("*.py"):
             path = file.relative_to(folder).with_suffix("").parts

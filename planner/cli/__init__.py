@@ -9,6 +9,7 @@ from sequoia_plan.planner.cli.doctor import doctor
 from sequoia_plan.planner.cli.errors import CommandGroup
 from sequoia_plan.planner.cli.exchange import export_command, import_command
 from sequoia_plan.planner.cli.profiling import profile
+from sequoia_plan.planner.cli.serving import serve
 from sequoia_plan.planner.cli.trees import show, solve
 
 
@@ -24,6 +25,7 @@ for _command in (
     solve,
     show,
     generate,
+    serve,
     bench,
     diagnose,
     export_command,

@@ -25,15 +25,17 @@ from sequoia_plan.planner.cli.terminal import print_json, printable, progress, w
 DEFAULT_TREE, CATALOG_TREE = "tree.safetensors", "smollm2-135m-epyc-2-cores-t0"
 DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 
-
-@click.command()
-@file_option(
+optional_tree_option = file_option(
     "--tree",
     "tree_file",
     text="A tree file, or a catalog name. [default: tree.safetensors; where there is none, the "
     "catalog's tree for the embedded pair, and plain decoding for others]",
     metavar="TREE",
 )
+
+
+@click.command()
+@optional_tree_option
 @model_options
 @click.option(
     "--prompt", help=f"The user's message; - reads it from stdin. [default: {DEFAULT_PROMPT}]"
@@ -74,7 +76,7 @@ def generate(
         raise click.UsageError(
             "--interactive: found with --json, --raw or --prompt -, expected none of them"
         )
-    tree, remark = _tree_for(tree_file, models)
+    tree, remark = tree_for(tree_file, models)
     settings = read_sampling(sampling, tree.plan.settings)
     sources = {
         "json_schema": json_schema and read_text(json_schema, "a JSON schema"),
@@ -141,7 +143,7 @@ def generate(
     _print_figures(generation, tree.plan.expected_tokens)
 
 
-def _tree_for(tree_file: str | None, models: dict[str, Any]) -> tuple[Any, str]:
+def tree_for(tree_file: str | None, models: dict[str, Any]) -> tuple[Any, str]:
     """The tree that is asked for, and what a user should know about it if none was."""
     from sequoia_plan.artifacts import TokenTree, load_tree
 

@@ -21,6 +21,9 @@ EXTRAS = {
     "psutil": "runtime",
     "gguf": "gguf",
     "matplotlib": "plot",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "h11": "serve",
 }
 """Optional module -> the extra of this package that installs it."""
 

@@ -1,0 +1,8 @@
+"""The endpoint: requests as OpenAI's API and llama-server take them -> the decoder, and back.
+
+Needs starlette and uvicorn; never needs numba, click or yaml.
+"""
+
+from sequoia_plan.server.run import serve
+
+__all__ = ["serve"]

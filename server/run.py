@@ -1,0 +1,104 @@
+"""Serving: a thread for the connections; the thread that calls it loads models and decodes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.server.app import Server, app_of
+from sequoia_plan.server.worker import Worker
+
+MAX_CONNECTIONS = 200
+"""Of more, each request is answered by 503; of twice as many, the rest is closed."""
+MAX_HEADER = 32 * 1024
+HEADER_SECONDS = 30.0
+"""A client must have sent the header of a request, bytes and seconds."""
+
+
+def serve(
+    load: Callable[[], Worker],
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    *,
+    key: str | None = None,
+    cors: str | None = None,
+    max_tokens: int = 2048,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Answer requests until the worker's queue has None, or an interrupt comes.
+
+    Args:
+        load: loads the models; meanwhile `/health` says so.
+        host: the address to listen on.
+        port: 0 takes a free one.
+        key: what clients must send, as `Authorization: Bearer KEY`.
+        cors: the origin of pages that may ask the server from a browser.
+        max_tokens: new tokens of a request that names no number.
+        on_ready: called with the URL once requests are answered.
+
+    Raises:
+        SequoiaPlanError: if nothing can listen on the address, or the models cannot be loaded.
+    """
+    listener = _listener(host, port)
+    server = Server(key, max_tokens)
+    config = uvicorn.Config(
+        app_of(server, cors), http=PatientProtocol, ws="none", lifespan="off", log_config=None,
+        log_level="critical", access_log=False, proxy_headers=False, server_header=False,
+        limit_concurrency=MAX_CONNECTIONS, h11_max_incomplete_event_size=MAX_HEADER,
+        timeout_keep_alive=60,
+    )  # fmt: skip
+    connections = uvicorn.Server(config)
+    arguments = {"sockets": [listener]}
+    thread = threading.Thread(target=connections.run, kwargs=arguments, daemon=True)
+    thread.start()
+    try:
+        server.worker = load()
+        name = f"[{host}]" if ":" in host else host
+        on_ready(f"http://{name}:{listener.getsockname()[1]}")
+        server.worker.run()
+    finally:
+        connections.should_exit = connections.force_exit = True
+        thread.join(5)
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens; SequoiaPlanError if the address is taken or not this machine's."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise SequoiaPlanError(
+            f"--host {host} --port {port}: {error}; name another --port, or an address of this "
+            "machine"
+        ) from error
+
+
+class PatientProtocol(H11Protocol):
+    """A connection that is closed if the header of a request is not complete in time."""
+
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for a header."""
+        super().connection_made(transport)
+        if len(self.connections) > 2 * MAX_CONNECTIONS:
+            transport.close()
+        self.timer = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait no longer, unless this is a part of a header."""
+        super().data_received(data)
+        is_header = self.conn.their_state is h11.IDLE
+        if self.timer and not is_header:
+            self.timer.cancel()
+            self.timer = None
+        elif is_header and not self.timer and not self.transport.is_closing():
+            self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
