@@ -72,7 +72,8 @@ class CapturedStep(TreeStep):
         unsettled = CATCH_UP_TOKENS + max(tree.depth for tree in trees) if reuse else None
         if self.lookup:
             self.sequence.reserve_rows("lookup_chain", self.lookup.chain_length)
-        capacity = self._extent(max_length + max_size)
+        # a text that goes on seldom needs larger caches
+        capacity = round_up(self._extent(max_length + max_size), 1024 if reuse else 1)
         with one_thread_of_torch(self.target.traits.is_compiled):
             self.models.prefill(prompt, capacity, max_size, seed, unsettled)
 

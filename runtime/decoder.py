@@ -27,7 +27,6 @@ from sequoia_plan.runtime.generation import (
     check_loaded,
     end_tokens,
     read_prompt,
-    stop_criteria,
     stop_list,
     whole_number,
 )
@@ -127,7 +126,6 @@ class SequoiaDecoder:
         sampling: Sampling | None = None,
         attention_mask: Tensor | None = None,
         stop_strings: str | Sequence[str] | None = None,
-        cut_stop: bool = False,
         stopping_criteria: Sequence[Callable[..., Any]] = (),
         logits_processor: Sequence[Callable[..., Any]] = (),
         constraint: Grammar | None = None,
@@ -135,7 +133,7 @@ class SequoiaDecoder:
         output_logits: bool = False,
         output_scores: bool = False,
         reuse_prefix: bool = False,
-        on_step: Callable[[StepOutput, list[int]], None] | None = None,
+        on_step: Callable[[StepOutput, str], object] | None = None,
     ) -> Generation:
         """Generate after a prompt.
 
@@ -153,10 +151,9 @@ class SequoiaDecoder:
             sampling: all sampling settings at once, in place of `temperature` and `top_p`. Without
                 it, the verifier is the one that the tree's plan records.
             attention_mask: as tokenizers return it; it may hide nothing.
-            stop_strings: text after which generation ends; needs the decoder's tokenizer. The token
-                that completes a stop string is kept, as in transformers.
-            cut_stop: the text, also a `TextStreamer`'s, ends before the first stop string that is
-                complete; what may begin one waits. Special tokens are no part of that text.
+            stop_strings: new text that ends the generation, and is left out of the result's text;
+                needs the decoder's tokenizer. The token that completes a stop string is kept in
+                `sequences`, as in transformers.
             stopping_criteria: transformers' criteria, called as `criterion(input_ids, None)` after
                 every token.
             logits_processor: transformers' processors and warpers, in its order; each is called
@@ -168,8 +165,8 @@ class SequoiaDecoder:
             output_scores: return them after processors, temperature and filters.
             reuse_prefix: do not read again what the decoder has last read, as far as the prompt
                 begins with it.
-            on_step: called after each step with its output, and those of its tokens that belong to
-                the text; the text goes to the streamer next. What it raises ends the generation.
+            on_step: called after each step with its output, and the text that is known so far;
+                what it raises ends the generation.
 
         Raises:
             SequoiaPlanError: if the prompt is empty, a batch or too long for the context, a setting
@@ -184,23 +181,21 @@ class SequoiaDecoder:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
         prompt_ids = prompt.tolist()
-        strings = stop_list(stop_strings, tokenizer)
-        cut_at = strings if cut_stop else []
-        options = {"skip_special_tokens": True}
+        stops, text = stop_list(stop_strings, tokenizer), None
+        if tokenizer is not None:
+            text = NewText(tokenizer, prompt_ids, {"skip_special_tokens": True}, stops)
         ending = Ending(
             prompt_ids,
             max_tokens=max_new_tokens,
             max_tokens_in_context=model.context - len(prompt_ids),
             end_tokens=end_tokens(eos_token_id, model, tokenizer),
-            criteria=[
-                *stop_criteria([] if cut_stop else strings, tokenizer), *stopping_criteria
-            ],
-            text=NewText(tokenizer, prompt_ids, options, cut_at) if cut_at else None,
-        )  # fmt: skip
+            criteria=stopping_criteria,
+            text=text,
+        )
         new_ids: list[int] = []
         num_steps, finish_reason = 0, "" if max_new_tokens else "length"
         if getattr(type(streamer), "put", None) is TextStreamer.put:
-            streamer = TextStream(streamer, prompt_ids, cut_at)
+            streamer = TextStream(streamer, prompt_ids, stops)
         elif streamer is not None:
             streamer.put(prompt[None].cpu())
         record = TokenRecord(sampling, logprobs, output_logits, output_scores)
@@ -221,20 +216,18 @@ class SequoiaDecoder:
                 new_ids.extend(tokens)
                 record.add(tokens, output.logits, output.processed_logits)
                 if on_step:
-                    on_step(output, tokens)
+                    on_step(output, ending.known)
                 if streamer is not None:
                     streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
         sequences = torch.tensor([prompt_ids + new_ids], device=self.step.device)
-        text = None
-        if tokenizer is not None:
-            new_text = NewText(tokenizer, prompt_ids, options, cut_at)
-            text = new_text.add(new_ids) + new_text.rest()
         seconds = time.perf_counter() - started
+        result_text = None if text is None else ending.known + text.rest()
         return Generation(
-            sequences, len(new_ids), num_steps, seconds, finish_reason, text, **record.tensors()
-        )
+            sequences, len(new_ids), num_steps, seconds, finish_reason, result_text,
+            **record.tensors(),
+        )  # fmt: skip
 
     def refresh(self) -> None:
         """Take the models' weights anew, after changes that leave no trace (through `.data`)."""

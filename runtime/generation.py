@@ -99,7 +99,7 @@ class Ending:
     """Finds where a generation ends.
 
     It ends at an end-of-sequence token, at a stop string of `text`, at a stopping criterion, or
-    when no more tokens may be added, or fit.
+    when no more tokens may be added, or fit. `known` is the text of its new tokens.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Ending:
         text: NewText | None = None,
     ) -> None:
         self.sequence, self.end_tokens, self.criteria = list(prompt), end_tokens, criteria
-        self.text = text
+        self.text, self.known = text, ""
         self.max_length = len(prompt) + min(max_tokens, max_tokens_in_context)
         self.reason_at_max_length = "length" if max_tokens <= max_tokens_in_context else "context"
 
@@ -120,6 +120,7 @@ class Ending:
         """Cut a step's tokens off where the generation ends."""
         for count, token in enumerate(tokens, 1):
             self.sequence.append(token)
+            self.known += self.text.add([token]) if self.text else ""
             reason = self._reason(token)
             if reason:
                 return list(tokens[:count]), reason
@@ -129,10 +130,8 @@ class Ending:
         """Why the generation ends after `token`, the last of the sequence; "" if it goes on."""
         if token in self.end_tokens:
             return "eos"
-        if self.text:
-            self.text.add([token])
-            if self.text.stop.found:
-                return "stop"
+        if self.text and self.text.before.found:
+            return "stop"
         if self.criteria:
             ids = torch.tensor([self.sequence])
             for criterion in self.criteria:
@@ -212,7 +211,7 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
 
 
 def stop_list(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[str]:
-    """Stop strings as a list; ArgumentError if one is none, or there is no tokenizer."""
+    """Stop strings as a list; ArgumentError if one is none, or nothing reads text."""
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
     if not all(isinstance(text, str) and text for text in strings):
         raise ArgumentError(
@@ -224,22 +223,6 @@ def stop_list(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[
             "SequoiaDecoder(..., tokenizer=...)"
         )
     return strings
-
-
-def stop_criteria(strings: Sequence[str], tokenizer: Any) -> list[Criterion]:
-    """transformers' criterion for stop strings, which finds them wherever tokens split them."""
-    if not strings:
-        return []
-    from transformers.generation.stopping_criteria import StopStringCriteria
-
-    try:
-        return [StopStringCriteria(tokenizer, list(strings))]
-    except ValueError as error:  # a string that no tokens can spell, or tokens without text
-        reason = str(error).replace(
-            "substring not found",
-            "this tokenizer does not give its tokens as text; use stopping_criteria",
-        )
-        raise ArgumentError(f"stop_strings: {reason}") from error
 
 
 def check_loaded(target: Any, draft: Any, tree: Any) -> None:

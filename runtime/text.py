@@ -16,60 +16,58 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 class TextBefore:
     """Text before the first of some strings that is complete; what may begin one waits.
 
-    The same however much text comes at once. `found` is that string, "" until then.
+    `found` is that string, "" until then.
     """
 
-    def __init__(self, strings: Sequence[str] = ()) -> None:
+    def __init__(self, strings: Sequence[str]) -> None:
         self.strings, self.waiting, self.found = strings, "", ""
 
     def add(self, text: str) -> str:
-        """The text that is known to be before the string."""
+        """The text that is known to come before; the same however much text comes at once."""
         if self.found:
             return ""
         text = self.waiting + text
-        places = ((text.find(string), string) for string in self.strings)
-        # of strings that end at one place, the one that begins first
-        ends = [(place + len(string), place, string) for place, string in places if place >= 0]
+        # of strings that end at one place, the longest
+        ends = [(text.find(s) + len(s), -len(s), s) for s in self.strings if s in text]
         if ends:
-            _, end, self.found = min(ends)
+            end, length, self.found = min(ends)
             self.waiting = ""
-            return text[:end]
-        lengths = (n for s in self.strings for n in range(1, len(s)) if text.endswith(s[:n]))
-        end = len(text) - max(lengths, default=0)
-        self.waiting = text[end:]
-        return text[:end]
+            return text[: end + length]
+        begun = (n for s in self.strings for n in range(len(s)) if text.endswith(s[:n]))
+        known = len(text) - max(begun, default=0)
+        self.waiting = text[known:]
+        return text[:known]
 
 
 class NewText:
     """The text of new tokens after a prompt, the same however many of them come at once.
 
-    Tokens that end inside a character wait for the next ones. The text ends before the first of
-    `stop_strings`, which is then `stop.found`.
+    Tokens that end inside a character wait for the next ones. It ends before the first of `stops`.
     """
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int], options: dict[str, Any],
-        stop_strings: Sequence[str] = (),
+        stops: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.tokenizer, self.options, self.waiting = tokenizer, options, list[int]()
-        self.stop = TextBefore()
+        self.before = TextBefore(())
         self.add(prompt[-3:])  # its last character may lack bytes
-        self.stop = TextBefore(stop_strings)
+        self.before = TextBefore(stops)
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that is known with these tokens."""
         whole = ""
         for token in tokens:
             self.waiting.append(token)
-            if not (text := self._waiting_text()).endswith("\ufffd"):
-                whole, self.waiting = whole + self.stop.add(text), []
+            if not (text := self._decoded()).endswith("\ufffd"):
+                whole, self.waiting = whole + self.before.add(text), []
         return whole
 
     def rest(self) -> str:
-        """What waits, once no more tokens come."""
-        return "" if self.stop.found else self.stop.waiting + self._waiting_text()
+        """The text that waits, once no more tokens come."""
+        return self.before.waiting + self._decoded()
 
-    def _waiting_text(self) -> str:
+    def _decoded(self) -> str:
         """The text of the tokens that wait, as it is after others.
 
         Many decoders drop a space where a text begins.
@@ -83,10 +81,8 @@ class NewText:
 class TextStream(NewText):
     """Gives one of transformers' streamers the text that results have."""
 
-    def __init__(
-        self, streamer: TextStreamer, prompt: list[int], stop_strings: Sequence[str] = ()
-    ) -> None:
-        super().__init__(streamer.tokenizer, prompt, streamer.decode_kwargs, stop_strings)
+    def __init__(self, streamer: TextStreamer, prompt: list[int], stops: Sequence[str]) -> None:
+        super().__init__(streamer.tokenizer, prompt, streamer.decode_kwargs, stops)
         self.streamer = streamer
         if not streamer.skip_prompt:
             streamer.on_finalized_text(self.tokenizer.decode(prompt, **self.options))

@@ -4,5 +4,6 @@ Needs starlette and uvicorn; never needs numba, click or yaml.
 """
 
 from sequoia_plan.server.run import serve
+from sequoia_plan.server.worker import Worker
 
-__all__ = ["serve"]
+__all__ = ["Worker", "serve"]

@@ -1,16 +1,12 @@
 """The routes, and what they refuse: without the key, too much, too slowly."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,21 +17,23 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
+from sequoia_plan.runtime.generation import stop_list
 from sequoia_plan.runtime.text import text_ids
 from sequoia_plan.server.prompts import conversation, infill, prompts_of
-from sequoia_plan.server.requests import Refusal, Request, read
+from sequoia_plan.server.requests import Json, Request, read
 from sequoia_plan.server.responses import CHAT, COMPLETION, NATIVE, Answer
-from sequoia_plan.server.worker import Job, Worker
+from sequoia_plan.server.worker import Choice, Job, Worker
 
-MAX_BODY = 16 * 2**20
-MAX_BODIES = 4 * MAX_BODY
-"""Bytes of a request, and of all that are being read."""
-BODY_SECONDS = 30.0
-"""A client must have sent its request within this time."""
-COMMENT_SECONDS = 5.0
+MAX_BODY, MAX_BODIES, BODY_SECONDS = 16 * 2**20, 64, 30
+"""Bytes of a request; requests that are read at once; how long a client may take to send one."""
+COMMENT_SECONDS = 5
 """A stream has a comment after so long without text, so that no one takes it for broken."""
-T = TypeVar("T")
+GETS = "/health", "/v1/models", "/props", "/metrics"
+TEXTS = "/tokenize", "/detokenize", "/apply-template"
+SHAPES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+SHAPES |= {"/completion": NATIVE, "/infill": NATIVE}
+KINDS = {401: "authentication_error", 404: "not_found_error", 503: "unavailable_error"}
 
 
 @dataclass
@@ -51,280 +49,182 @@ class Server:
     key: str | None = None
     max_tokens: int = 2048
     worker: Worker | None = None
-    bytes_read: int = 0
-    pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
-    """Reads requests one after the other, beside the thread of the connections."""
 
-    @property
-    def ready_worker(self) -> Worker:
-        """The worker; Refusal while models are loaded."""
-        if self.worker is None:
-            raise Refusal("Loading model", 503)
-        return self.worker
 
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-        return str(self.ready_worker.pair.target.name)
+def app_of(server: Server, cors: str | None = None) -> Starlette:
+    """The application; pages of the origin `cors` may ask it from a browser."""
+    pool, bodies = ThreadPoolExecutor(1), asyncio.Semaphore(MAX_BODIES)
 
-    def check_key(self, request: HttpRequest) -> None:
-        """Raise Refusal if a request has not the key."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = request.headers.get("x-api-key", given)
-        if self.key and not hmac.compare_digest(given.encode(), self.key.encode()):
-            raise Refusal("Invalid API Key: send the header Authorization: Bearer KEY", 401)
-
-    async def body(self, request: HttpRequest) -> bytes:
-        """The body of a request; Refusal if it is too large, or comes too slowly."""
-        parts: list[bytes] = []
-        size = 0
+    async def prepared(http: HttpRequest, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function makes of a request, beside the thread of the connections."""
+        body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    size += len(part)
-                    self.bytes_read += len(part)
-                    if size > MAX_BODY:
-                        raise Refusal(f"body: more than {MAX_BODY} bytes, expected fewer", 413)
-                    if self.bytes_read > MAX_BODIES:
-                        raise Refusal("body: too many large requests at once; try again", 503)
-                    parts.append(part)
+            async with bodies, asyncio.timeout(BODY_SECONDS):
+                async for part in http.stream():
+                    body += part
+                    if len(body) > MAX_BODY:
+                        raise HTTPException(413, f"body: more than {MAX_BODY} bytes")
         except TimeoutError as error:
-            raise Refusal(f"body: not complete after {BODY_SECONDS:g} seconds", 408) from error
-        finally:
-            self.bytes_read -= size
-        return b"".join(parts)
+            raise HTTPException(408, f"body: not sent in {BODY_SECONDS} seconds") from error
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, lambda: function(*arguments, read(body)))
 
-    async def parsed(self, request: HttpRequest) -> Request:
-        """The fields of a request."""
-        return await self.aside(read, await self.body(request))
-
-    async def aside(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What a function returns, which is called beside the thread of the connections."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
-
-    def job(self, shape: str, path: str, request: Request, emit: Callable[[Any], None]) -> Job:
-        """The job of a request; raises ArgumentError for a wrong value."""
-        worker = self.ready_worker
-        tokenizer, target = worker.pair.tokenizer, worker.pair.target
-        if shape == CHAT:
-            text = conversation(tokenizer, request)
-            prompts = [list(tokenizer(text, add_special_tokens=False)["input_ids"])]
-        elif path == "/infill":
-            middle = request.prompt if isinstance(request.prompt, str) else ""
-            prefix, suffix = request.input_prefix, request.input_suffix
-            prompts = [infill(tokenizer, prefix, suffix, middle, request.input_extra)]
-        elif request.suffix is not None and isinstance(request.prompt, str):
-            prompts = [infill(tokenizer, request.prompt, request.suffix)]
-        else:
-            prompts = prompts_of(tokenizer, request.prompt)
-        for prompt in prompts:
-            _check_prompt(prompt, target.context, target.num_embeddings)
-        if any(not 0 <= token < target.vocabulary for token in dict(request.logit_bias)):
-            found = f"found {request.logit_bias!r:.60}"
-            raise Refusal(f"logit_bias: {found}, expected tokens below {target.vocabulary}")
-        limit = self.max_tokens if request.limit in (None, -1) else request.limit
-        sampling = request.sampling(worker.sampling)
-        constraint = request.constraint(tokenizer)
-        choices = [prompt for prompt in prompts for _ in range(request.n)]
-        return Job(request, choices, limit or 0, sampling, constraint, emit)
-
-    async def complete(self, shape: str, http: HttpRequest) -> Response:
-        """Decode: an answer, or a stream of its chunks."""
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
+    async def answer(http: HttpRequest) -> Response:
+        """Answer a request."""
+        path, worker = http.url.path, server.worker
+        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if path != "/health" and server.key and not hmac.compare_digest(given, server.key.encode()):
+            raise HTTPException(401, "Authorization: found no right key, expected Bearer KEY")
+        if not worker:
+            raise HTTPException(503, "Loading model")
+        if http.method == "GET":
+            return about(path, worker)
+        if path not in SHAPES:
+            return JSONResponse(await prepared(http, text_of, path, worker))
+        events, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
 
         def emit(event: Any) -> None:
             """Hand an event over from the decoding thread."""
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        worker, request = self.ready_worker, await self.parsed(http)
-        job = await self.aside(self.job, shape, http.url.path, request, emit)
-        answer = Answer(shape, job, worker.pair.tokenizer, self.model)
+        job = await prepared(http, job_of, path, server, emit)
+        texts = Answer(SHAPES[path], job, worker.pair.tokenizer, worker.pair.target.name)
         worker.jobs.put(job)
-        if request.stream:
-            return StreamingResponse(_stream(job, answer, events), media_type="text/event-stream")
-        gone = asyncio.create_task(_until_gone(http, job))
-        try:
-            while (event := await events.get()) is not None:
-                if isinstance(event, Refusal):
-                    raise event
-                list(answer.add(event))
-        finally:
-            gone.cancel()
-            job.cancelled = True
-        return JSONResponse(answer.whole())
+        if job.request.stream:
+            return StreamingResponse(stream(texts, events), media_type="text/event-stream")
+        gone = asyncio.ensure_future(http.receive())
+        gone.add_done_callback(lambda _: job.end())
+        while event := await events.get():
+            take(event)
+        gone.cancel()
+        return JSONResponse(texts.whole())
+
+    origins: Json = {"allow_origins": [cors], "allow_methods": ["*"], "allow_headers": ["*"]}
+    methods = {path: ["GET"] for path in GETS} | {path: ["POST"] for path in (*TEXTS, *SHAPES)}
+    kinds = SequoiaPlanError, HTTPException, ClientDisconnect
+    return Starlette(
+        routes=[Route(path, answer, methods=names) for path, names in methods.items()],
+        middleware=[Middleware(CORSMiddleware, **origins)] if cors else [],
+        exception_handlers=dict.fromkeys(kinds, refused),
+    )
 
 
-def _check_prompt(prompt: list[int], context: int, num_tokens: int) -> None:
-    """Raise Refusal for token ids that the model cannot read."""
-    if not prompt:
-        raise Refusal("prompt: found no token, expected at least one", field="prompt")
-    if len(prompt) >= context:
-        raise Refusal(
-            f"prompt: found {len(prompt)} tokens, expected at most {context - 1}, the model's "
-            "context less one new token; shorten it",
-            field="prompt",
-        )
-    if not 0 <= min(prompt) <= max(prompt) < num_tokens:
-        raise Refusal(f"prompt: expected tokens from 0 to {num_tokens - 1}", field="prompt")
+def take(event: Any) -> Choice:
+    """The choice of an event that a job has emitted, up to date; raises an error that it is."""
+    if isinstance(event, Exception):
+        raise event
+    choice, choice.text, choice.result = event
+    return choice
 
 
-async def _until_gone(http: HttpRequest, job: Job) -> None:
-    """Cancel a job when its client goes away."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-    job.cancelled = True
-
-
-async def _stream(job: Job, answer: Answer, events: asyncio.Queue[Any]) -> AsyncIterator[str]:
+async def stream(texts: Answer, events: asyncio.Queue[Any]) -> AsyncIterator[str]:
     """The events of a stream, and comments while there are none."""
+    job = texts.job
     try:
         while True:
             try:
                 event = await asyncio.wait_for(events.get(), COMMENT_SECONDS)
             except TimeoutError:
-                yield ": waiting\n\n"
+                yield ": the prompt is read, or others are answered\n\n"
                 continue
             if event is None:
                 break
-            if isinstance(event, Refusal):
-                yield _event({"error": _error(event)})
-                break
-            for chunk in answer.add(event):
-                yield _event(chunk)
-        if answer.shape != NATIVE:
+            yield line(texts.chunk(take(event)))
+        if job.request.stream_options.get("include_usage"):
+            yield line(texts.common | {"choices": []} | texts.usage())
+        if texts.shape != NATIVE:
             yield "data: [DONE]\n\n"
+    except Exception as error:
+        yield line(error_of(error))
     finally:
-        job.cancelled = True
+        job.is_over = True
 
 
-def _event(chunk: Any) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+def line(value: Json) -> str:
+    """An event of a stream."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _error(refusal: Refusal) -> dict[str, Any]:
-    """OpenAI's error object."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 503: "unavailable_error"}
-    return {
-        "message": str(refusal), "type": kinds.get(refusal.status, "invalid_request_error"),
-        "param": refusal.field, "code": refusal.status,
+def about(path: str, worker: Worker) -> Response:
+    """What the server says of itself and of its model."""
+    target, template = worker.pair.target, getattr(worker.pair.tokenizer, "chat_template", "")
+    if path == "/metrics":
+        totals = worker.totals.copy()
+        return PlainTextResponse("".join(f"vllm:{name} {totals[name]}\n" for name in totals))
+    model = {"id": target.name, "object": "model", "owned_by": "sequoia-plan", "created": 0}
+    settings = {"params": worker.sampling.settings(), "n_ctx": target.context}
+    answers: Json = {
+        "/health": {"status": "ok"},
+        "/v1/models": {"object": "list", "data": [model | {"meta": {"n_ctx": target.context}}]},
+        "/props": {
+            "default_generation_settings": settings, "total_slots": 1, "model_path": target.name,
+            "chat_template": template, "modalities": {"vision": False, "audio": False},
+        },
     }  # fmt: skip
+    return JSONResponse(answers[path])
+
+
+def text_of(path: str, worker: Worker, request: Request) -> Json:
+    """Text as token ids, token ids as text, or a conversation as text."""
+    tokenizer = worker.pair.tokenizer
+    if path == "/apply-template":
+        return {"prompt": conversation(tokenizer, request)}
+    if path == "/detokenize":
+        check(request.tokens, len(request.tokens) + 1, len(tokenizer))
+        return {"content": tokenizer.decode(request.tokens)}
+    if request.add_special:
+        return {"tokens": text_ids(tokenizer, request.content)}
+    return {"tokens": tokenizer(request.content, add_special_tokens=False)["input_ids"]}
+
+
+def job_of(path: str, server: Server, emit: Callable[[Any], object], request: Request) -> Job:
+    """The job of a request; ArgumentError if a value is wrong."""
+    worker: Any = server.worker
+    tokenizer, target = worker.pair.tokenizer, worker.pair.target
+    text, prefix = request.prompt, str(request.prompt)
+    if SHAPES[path] == CHAT:
+        text = conversation(tokenizer, request)
+    elif path == "/infill":
+        before, files = request.input_prefix + prefix, request.input_extra
+        text = infill(tokenizer, before, request.input_suffix, files)
+    elif request.suffix is not None:
+        text = infill(tokenizer, prefix, request.suffix, None)
+    prompts = prompts_of(tokenizer, text)
+    for prompt in prompts:
+        check(prompt, target.context, target.num_embeddings)
+    if request.logit_bias:
+        check([*dict(request.logit_bias)], target.vocabulary, target.vocabulary)
+    stop_list(request.stop, tokenizer)
+    limits = request.max_completion_tokens, request.max_tokens, request.n_predict
+    limit = max(limits) if max(limits) >= 0 else server.max_tokens
+    texts = [prompt for prompt in prompts for _ in range(request.n)]
+    choices = [Choice(*numbered) for numbered in enumerate(texts)]
+    sampling = request.sampling(worker.sampling)
+    return Job(request, choices, limit, sampling, request.constraint(tokenizer), emit)
+
+
+def check(tokens: Any, context: int, size: int) -> None:
+    """Raise ArgumentError if token ids are none that the model reads, or too many."""
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        raise ArgumentError(f"prompt: found {tokens!r:.60}, expected a text or token ids")
+    if not 0 < len(tokens) < context:
+        raise ArgumentError(
+            f"prompt: found {len(tokens)} tokens, expected 1 to {context - 1}, the model's context "
+            "less one new token; shorten it"
+        )
+    if not 0 <= min(tokens) <= max(tokens) < size:
+        raise ArgumentError(f"tokens: found {tokens!r:.60}, expected numbers from 0 to {size - 1}")
+
+
+def error_of(error: Any) -> Json:
+    """OpenAI's error object."""
+    status = getattr(error, "status_code", 400 if isinstance(error, ArgumentError) else 503)
+    message = getattr(error, "detail", str(error))
+    about = {"message": message, "param": message.partition(":")[0], "code": status}
+    return {"error": about | {"type": KINDS.get(status, "invalid_request_error")}}
 
 
 def refused(http: Any, error: Any) -> Response:
     """The answer to a request that is refused."""
-    if isinstance(error, HTTPException):  # a path or a method that there is not
-        error = Refusal(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
-    elif not isinstance(error, Refusal):
-        error = Refusal(str(error), field=str(error).partition(":")[0])
-    return JSONResponse({"error": _error(error)}, error.status)
-
-
-def health(server: Server) -> Response:
-    """Whether models are loaded."""
-    assert server.ready_worker
-    return JSONResponse({"status": "ok"})
-
-
-def models(server: Server) -> Response:
-    """The one model."""
-    target = server.ready_worker.pair.target
-    about = {"n_ctx": target.context, "n_ctx_train": target.context, "n_vocab": target.vocabulary}
-    entry = {"id": server.model, "object": "model", "created": int(time.time())}
-    entry |= {"owned_by": "sequoia-plan", "meta": about}
-    named = {"name": server.model, "model": server.model, "type": "model"}
-    return JSONResponse({"object": "list", "data": [entry], "models": [named]})
-
-
-def props(server: Server) -> Response:
-    """What llama-server says of itself; without its `build_info`, which is another program's."""
-    worker = server.ready_worker
-    tokenizer, context = worker.pair.tokenizer, worker.pair.target.context
-    params = worker.sampling.settings() | {"n_predict": server.max_tokens}
-    return JSONResponse(
-        {
-            "default_generation_settings": {"params": params, "n_ctx": context},
-            "total_slots": 1,
-            "model_alias": server.model,
-            "model_path": server.model,
-            "modalities": {"vision": False, "audio": False},
-            "chat_template": getattr(tokenizer, "chat_template", None) or "",
-            "bos_token": tokenizer.bos_token or "",
-            "eos_token": tokenizer.eos_token or "",
-        }  # fmt: skip
-    )
-
-
-def metrics(server: Server) -> Response:
-    """Counters by vLLM's names."""
-    totals, label = server.ready_worker.totals.copy(), f'{{model_name="{server.model}"}}'
-    steps, seconds = totals.pop("steps", 0), totals.pop("seconds", 0)
-    lines = [f"vllm:inter_token_latency_seconds_count{label} {steps}"]
-    lines += [f"vllm:inter_token_latency_seconds_sum{label} {seconds:.6f}"]
-    for name, count in totals.items():
-        if isinstance(name, int):
-            position = f'{{model_name="{server.model}",position="{name}"}}'
-            name, labels = "spec_decode_num_accepted_tokens_per_pos", position
-        else:
-            labels = label
-        lines.append(f"vllm:{name}_total{labels} {count}")
-    return PlainTextResponse("\n".join(lines) + "\n")
-
-
-def tokenize(server: Server, request: Request) -> dict[str, Any]:
-    """Text -> token ids."""
-    tokenizer = server.ready_worker.pair.tokenizer
-    ids: Any = tokenizer(request.content, add_special_tokens=False)["input_ids"]
-    if request.add_special:
-        ids = text_ids(tokenizer, request.content)
-    if request.with_pieces:
-        ids = [{"id": token, "piece": tokenizer.decode([token])} for token in ids]
-    return {"tokens": ids}
-
-
-def detokenize(server: Server, request: Request) -> dict[str, Any]:
-    """Token ids -> text."""
-    tokenizer = server.ready_worker.pair.tokenizer
-    if any(not 0 <= token < len(tokenizer) for token in request.tokens):
-        raise Refusal(f"tokens: expected numbers from 0 to {len(tokenizer) - 1}", field="tokens")
-    return {"content": tokenizer.decode(request.tokens)}
-
-
-def apply_template(server: Server, request: Request) -> dict[str, Any]:
-    """A conversation -> the text that the model reads."""
-    return {"prompt": conversation(server.ready_worker.pair.tokenizer, request)}
-
-
-GETS = {"/health": health, "/v1/models": models, "/props": props, "/metrics": metrics}
-TEXTS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}
-SHAPES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
-SHAPES |= {"/completion": NATIVE, "/infill": NATIVE}
-
-
-def app_of(server: Server, cors: str | None = None) -> Starlette:
-    """The application: its routes; pages of the origin `cors` may ask it."""
-
-    async def answer(http: HttpRequest) -> Response:
-        path = http.url.path
-        if path != "/health":
-            server.check_key(http)
-        if path in GETS:
-            return GETS[path](server)
-        if path in SHAPES:
-            return await server.complete(SHAPES[path], http)
-        request = await server.parsed(http)
-        return JSONResponse(await server.aside(TEXTS[path], server, request))
-
-    async def gone(http: HttpRequest, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
-
-    origins = {"allow_origins": [cors], "allow_methods": ["*"], "allow_headers": ["*"]}
-    return Starlette(
-        routes=[
-            *(Route(path, answer, methods=["GET"]) for path in GETS),
-            *(Route(path, answer, methods=["POST"]) for path in (*TEXTS, *SHAPES)),
-        ],
-        middleware=[Middleware(CORSMiddleware, **origins)] if cors else [],
-        exception_handlers={
-            ArgumentError: refused, HTTPException: refused, ClientDisconnect: gone,
-        },
-    )  # fmt: skip
+    body = error_of(error)
+    return JSONResponse(body, body["error"]["code"])

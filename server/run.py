@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -82,23 +80,10 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class PatientProtocol(H11Protocol):
-    """A connection that is closed if the header of a request is not complete in time."""
-
-    timer: asyncio.TimerHandle | None = None
+    """A connection that is closed if its first header is not complete in time."""
 
     def connection_made(self, transport: Any) -> None:
         """Wait for a header."""
         super().connection_made(transport)
-        if len(self.connections) > 2 * MAX_CONNECTIONS:
-            transport.close()
-        self.timer = self.loop.call_later(HEADER_SECONDS, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        """Wait no longer, unless this is a part of a header."""
-        super().data_received(data)
-        is_header = self.conn.their_state is h11.IDLE
-        if self.timer and not is_header:
-            self.timer.cancel()
-            self.timer = None
-        elif is_header and not self.timer and not self.transport.is_closing():
-            self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        wait = 0 if len(self.connections) > 2 * MAX_CONNECTIONS else HEADER_SECONDS
+        self.loop.call_later(wait, lambda: self.cycle or transport.close())

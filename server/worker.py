@@ -1,8 +1,5 @@
 """The one thread that decodes: requests in the order of arrival, and the texts that it keeps."""
 
-from __future__ import annotations
-
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,24 +8,33 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from transformers import TextStreamer
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.errors import ArgumentError
-from sequoia_plan.runtime import Grammar, Pair, Sampling, SequoiaDecoder
-from sequoia_plan.runtime.captured_step import StepOutput
-from sequoia_plan.server.requests import Refusal, Request
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.runtime import Generation, Grammar, Pair, Sampling, SequoiaDecoder
+from sequoia_plan.server.requests import Request
 
-MAX_TEXTS = 8
-"""So many texts are kept at most, whatever memory they take."""
 PART = 512
 """Tokens of a prompt that are read before a client that has gone away is noticed."""
-SLOTS = 1024
-"""Caches have multiples of so many slots, so that a text that goes on seldom needs larger ones."""
+POSITION = 'spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
 
 
-class Cancelled(Exception):
-    """The client has gone away."""
+@dataclass
+class Choice:
+    """One text of an answer: how it began, what is known of it, and how it ended.
+
+    `cached` tokens of the prompt were not read again; `sent` characters are in chunks, -1 at
+    first. `times` has when it began, when each step ended, and when it ended.
+    """
+
+    index: int
+    prompt: list[int]
+    times: list[float] = field(default_factory=list)
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    text: str = ""
+    sent: int = -1
+    result: Generation | None = None
 
 
 @dataclass
@@ -37,52 +43,31 @@ class Job:
 
     Args:
         request: what the client sent.
-        prompts: token ids of each choice's prompt.
-        limit: new tokens of a choice, at most.
-        sampling: how tokens are sampled.
-        constraint: the grammar that texts follow.
-        emit: called, in the decoding thread, with each `Piece`, with the `Result` of each choice,
+        choices: the texts to decode.
+        limit: new tokens of each, at most.
+        sampling: how they are sampled.
+        constraint: the grammar that they follow.
+        emit: called, in the decoding thread, with (choice, text so far, result once it has ended),
             and at last with None or an error.
-        cancelled: set it to end the job.
+        is_over: the client has its answer, or has gone away.
     """
 
     request: Request
-    prompts: list[list[int]]
+    choices: list[Choice]
     limit: int
     sampling: Sampling
     constraint: Grammar | None
-    emit: Callable[[Any], None]
-    cancelled: bool = False
+    emit: Callable[[Any], object]
+    is_over: bool = False
 
+    def end(self) -> None:
+        """Let nobody work for it any more."""
+        self.is_over = True
 
-@dataclass
-class Piece:
-    """New text of a choice, its tokens, and for each [(token, log-probability), ...] if asked.
-
-    The first of a token's pairs is its own, the others are those of the most probable tokens.
-    """
-
-    index: int
-    text: str
-    tokens: list[int]
-    probs: list[list[tuple[int, float]]]
-
-
-@dataclass
-class Result:
-    """How a choice ended. `cached` tokens of the prompt were not read again; times in seconds."""
-
-    index: int
-    num_prompt: int
-    cached: int
-    finish_reason: str = ""
-    stop: str = ""
-    num_new: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    started: float = field(default_factory=time.perf_counter)
-    read: float = 0.0
-    ended: float = 0.0
+    def check(self) -> None:
+        """Raise InterruptedError if the client has gone away."""
+        if self.is_over:
+            raise InterruptedError
 
 
 class Worker:
@@ -92,162 +77,84 @@ class Worker:
         pair: the models.
         tree: the token tree.
         sampling: where a request does not say how to sample.
-        memory: bytes that the caches of kept texts may take.
+        memory: tokens that the caches of kept texts may have room for.
 
     Attributes:
         jobs: the queue; None ends `run`.
-        totals: counts since the start, by vLLM's names of counters.
+        totals: counts since the start, by vLLM's names.
     """
 
     def __init__(self, pair: Pair, tree: TokenTree, sampling: Sampling, memory: int) -> None:
         self.pair, self.tree, self.sampling, self.memory = pair, tree, sampling, memory
-        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self.totals: Counter[str] = Counter()
-        self.texts = [self._new_decoder()]  # the least recently used first
-
-    def _new_decoder(self) -> SequoiaDecoder:
-        pair = self.pair
-        return SequoiaDecoder(pair.target, pair.draft, self.tree, tokenizer=pair.tokenizer)
+        self.jobs = SimpleQueue[Any]()
+        self.totals = Counter[str]()
+        self.texts = [self._new_text()]  # the least recently used first
 
     def run(self) -> None:
         """Answer jobs until there is None."""
         while job := self.jobs.get():
             try:
-                for index, prompt in enumerate(job.prompts):
-                    self._decode(job, index, prompt)
+                for choice in job.choices:
+                    self._decode(job, choice)
                 job.emit(None)
-            except Cancelled:
-                pass
             except Exception as error:
-                if not isinstance(error, SequoiaPlanError):
-                    logging.getLogger("sequoia_plan").exception("a request failed")
-                is_clients = isinstance(error, ArgumentError)
-                job.emit(Refusal(str(error), 400 if is_clients else 503))
+                job.emit(error)
 
-    def _decode(self, job: Job, index: int, prompt: list[int]) -> None:
-        """Decode one choice of a job."""
-        request = job.request
-        decoder, cached = self._text_for(prompt, job.limit)
-        result = Result(index, len(prompt), cached)
-        self._read(decoder, prompt, job)
-        printer = Printer(self, job, result)
-        stops, ends = request.stops, self.pair.end_tokens
-        special = self.pair.tokenizer.get_added_vocab()  # no part of the text
-        generation = decoder.generate(
-            torch.tensor(prompt), job.limit,
-            seed=None if request.seed < 0 else request.seed + index,
-            eos_token_id=[*ends * (not request.ignore_eos), *(special[s] for s in stops if s in special)],
-            streamer=printer, sampling=job.sampling, stop_strings=stops, cut_stop=True,
-            stopping_criteria=[printer.is_late] if request.t_max_predict_ms else (),
-            logits_processor=request.processors(len(prompt)), constraint=job.constraint,
-            logprobs=0 if request.num_probs is not None else None,
-            reuse_prefix=True, on_step=printer.on_step,
+    def _decode(self, job: Job, choice: Choice) -> None:
+        """Decode one text of a job."""
+        request, times = job.request, choice.times
+        times.append(time.perf_counter())
+        decoder = self._text_for(choice)
+        for end in range(choice.cached + PART, len(choice.prompt), PART):
+            job.check()
+            decoder.generate(choice.prompt[:end], 0, reuse_prefix=True)
+
+        def on_step(output: Any, text: str) -> None:
+            """Count a step, and emit its text."""
+            job.check()
+            times.append(time.perf_counter())
+            accepted, drafted = len(output.path) - 1, output.tree.size - 1
+            choice.drafted += drafted
+            choice.accepted += accepted
+            seconds: Any = times[-1] - times[-2]
+            self.totals.update(POSITION % place for place in range(accepted))
+            self.totals.update(
+                inter_token_latency_seconds_count=1,
+                inter_token_latency_seconds_sum=seconds,
+                spec_decode_num_drafts_total=drafted > 0,
+                spec_decode_num_draft_tokens_total=drafted,
+                spec_decode_num_accepted_tokens_total=accepted,
+                generation_tokens_total=accepted + 1,
+            )
+            job.emit((choice, text, None))
+
+        result = decoder.generate(
+            choice.prompt, job.limit, sampling=job.sampling, stop_strings=request.stop,
+            seed=None if request.seed < 0 else request.seed + choice.index, on_step=on_step,
+            logits_processor=request.processors(len(choice.prompt)), constraint=job.constraint,
+            logprobs=max(int(request.logprobs), request.top_logprobs, request.n_probs) or None,
+            reuse_prefix=True,
         )  # fmt: skip
-        result.finish_reason, result.num_new = generation.finish_reason, generation.new_tokens
-        result.ended = time.perf_counter()
-        result.read = result.read or result.ended
-        self.totals["prompt_tokens"] += len(prompt)
-        self.totals["generation_tokens"] += result.num_new
-        job.emit(result)
+        times.append(time.perf_counter())
+        job.emit((choice, result.text, result))
 
-    def _text_for(self, prompt: list[int], limit: int) -> tuple[SequoiaDecoder, int]:
-        """A decoder with room for a text, and how much of the prompt its caches hold."""
-        ids = torch.tensor(prompt[:-1])
-        target, shared = (
-            self.pair.target,
-            [text.step.sequence.num_shared(ids) for text in self.texts],
-        )
-        count = max(shared)
-        source = decoder = self.texts[shared.index(count)]
-        if count < source.step.sequence.num_read / 2:  # another text, that would be lost
-            decoder = self._new_decoder() if len(self.texts) < MAX_TEXTS else self.texts[0]
-        models, sequence, other = decoder.step.models, decoder.step.sequence, source.step.sequence
-        drafter = models.drafter
-        needed = min(len(prompt) + limit, target.context) + max(t.size for t in self.tree.all_trees)
-        sequence.num_read = count if decoder is source else 0
-        sequence.reserve(
-            -(-needed // SLOTS) * SLOTS, target.new_cache, drafter.new_cache if drafter else None
-        )
-        if decoder is not source and not target.traits.chains_only:
-            pairs = [(sequence.target, other.target)]
-            pairs += [(sequence.draft, other.draft)] if drafter else []
-            if all(len(new.blocks) == len(old.blocks) for new, old in pairs):
-                for new, old in pairs:
-                    new.take(old, count)
-                sequence.tokens[:count] = other.tokens[:count]
-                sequence.num_read = count
-        self.texts = [text for text in self.texts if text is not decoder] + [decoder]
-        while len(self.texts) > 1 and sum(map(bytes_of, self.texts)) > self.memory:
+    def _text_for(self, choice: Choice) -> SequoiaDecoder:
+        """A decoder whose caches have `choice.cached` tokens of a prompt."""
+        ids = torch.tensor(choice.prompt[:-1])
+
+        def shared(text: SequoiaDecoder) -> int:
+            """How many tokens of the prompt a text begins with."""
+            return text.step.sequence.num_shared(ids)
+
+        text = max(self.texts, key=shared)
+        if shared(text) < text.step.sequence.num_read / 2:  # most of that text would be lost
+            text = self._new_text()
+        choice.cached = shared(text)
+        self.texts = [each for each in self.texts if each is not text] + [text]
+        while sum(len(each.step.sequence.tokens) for each in self.texts[:-1]) > self.memory:
             del self.texts[0]
-        return decoder, sequence.num_read
+        return text
 
-    def _read(self, decoder: SequoiaDecoder, prompt: list[int], job: Job) -> None:
-        """Read a long prompt but for its last part; Cancelled if the client goes away."""
-        target, step = self.pair.target, decoder.step
-        reads_at_once = target.traits.chains_only or target.stream
-        start = len(prompt) if reads_at_once else step.sequence.num_read + PART
-        for end in range(start, len(prompt), PART):
-            _check(job)
-            with torch.inference_mode(), step.sequence.lock.hold():
-                step.prefill(torch.tensor(prompt[:end], device=step.device), 0, 0, reuse=True)
-        _check(job)
-
-
-class Printer(TextStreamer):
-    """Takes the steps of a choice and their text, and emits them."""
-
-    def __init__(self, worker: Worker, job: Job, result: Result) -> None:
-        super().__init__(worker.pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.worker, self.job, self.result = worker, job, result
-        self.piece = Piece(result.index, "", [], [])
-        self.last, self.has_lines = time.perf_counter(), False
-
-    def on_step(self, output: StepOutput, tokens: list[int]) -> None:
-        """Count a step, and keep what is emitted with its text."""
-        _check(self.job)
-        now, totals, result = time.perf_counter(), self.worker.totals, self.result
-        result.read = result.read or now
-        accepted = len(output.tokens) - 1
-        result.drafted += output.tree.size - 1
-        result.accepted += accepted
-        totals["steps"] += 1
-        totals["seconds"] += now - self.last
-        totals["spec_decode_num_drafts"] += output.tree.size > 1
-        totals["spec_decode_num_draft_tokens"] += output.tree.size - 1
-        totals["spec_decode_num_accepted_tokens"] += accepted
-        totals.update(range(accepted))
-        self.last = now
-        self.piece = Piece(result.index, "", tokens, [])
-        count = self.job.request.num_probs
-        if count is not None and output.logits is not None:
-            for token, row in zip(tokens, output.logits.float().log_softmax(-1), strict=False):
-                top = row.topk(count)
-                own = (token, float(row[token]))
-                self.piece.probs.append([own, *zip(top.indices.tolist(), top.values.tolist())])
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Emit text that is known."""
-        self.has_lines |= "\n" in text
-        self.piece.text = text
-        if text or self.piece.tokens:
-            self.job.emit(self.piece)
-        self.piece = Piece(self.result.index, "", [], [])
-
-    def is_late(self, ids: Any, scores: Any) -> bool:
-        """Is the time over that a client has for lines after the first?"""
-        passed = 1000 * (time.perf_counter() - (self.result.read or time.perf_counter()))
-        return self.has_lines and passed > self.job.request.t_max_predict_ms
-
-
-def _check(job: Job) -> None:
-    """Raise Cancelled if the client has gone away."""
-    if job.cancelled:
-        raise Cancelled
-
-
-def bytes_of(text: SequoiaDecoder) -> int:
-    """What the caches of a text take."""
-    sequence = text.step.sequence
-    caches = [sequence.target, sequence.draft]
-    parts = [part for cache in caches for part in (*cache.blocks, *vars(cache).values())]
-    return sum(getattr(part, "nbytes", 0) for part in parts)
+    def _new_text(self) -> SequoiaDecoder:
+        pair = self.pair
+        return SequoiaDecoder(pair.target, pair.draft, self.tree, tokenizer=pair.tokenizer)

@@ -121,7 +121,6 @@ def generate(
             streamer=None if as_json else printer,
             sampling=settings,
             stop_strings=stop,
-            cut_stop=True,
             constraint=constraint,
             reuse_prefix=True,
         )

@@ -5,58 +5,42 @@ from typing import Any
 
 import click
 
+from sequoia_plan.planner.cli import options
 from sequoia_plan.planner.cli.decoding import optional_tree_option, tree_for
-from sequoia_plan.planner.cli.options import (
-    count_option,
-    model_options,
-    name_option,
-    read_sampling,
-    sampling_options,
-)
-from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
+from sequoia_plan.planner.cli.pair import load_pair
 
 
 @click.command()
 @optional_tree_option
-@model_options
-@name_option("--host", default="127.0.0.1", show_default=True, text="The address to listen on.")
-@count_option("--port", default=8080, text="0 takes a free one.", least=0, most=65535)
-@name_option(
-    "--api-key", "key", text="What clients must send. [default: none]", envvar="SEQUOIA_PLAN_KEY"
+@options.model_options
+@options.sampling_options
+@options.name_option("--host", default="127.0.0.1", show_default=True, text="Where to listen.")
+@options.count_option("--port", default=8080, text="0 takes a free one.", least=0, most=65535)
+@options.name_option("--api-key", "key", text="What clients must send. [default: nothing]")
+@options.name_option("--cors", metavar="ORIGIN", text="Pages from there may ask, in a browser.")
+@options.count_option(
+    "--max-tokens", default=2048, text="New tokens of a request that names no number."
 )
-@name_option("--cors", metavar="ORIGIN", text="Pages of this origin may ask from a browser.")
-@count_option("--max-tokens", default=2048, text="New tokens of a request that names no number.")
-@count_option("--cache-mb", default=1024, text="Megabytes for the caches of the last texts.")
-@sampling_options
+@options.count_option(
+    "--cache-tokens",
+    default=32768,
+    text="Tokens that are kept of the last texts, so that a text "
+    "that begins as one of them is read from there on.",
+)
 def serve(
-    tree_file: str | None,
-    models: dict[str, Any],
-    host: str,
-    port: int,
-    key: str | None,
-    cors: str | None,
-    max_tokens: int,
-    cache_mb: int,
-    sampling: dict[str, Any],
+    tree_file: str | None, models: dict[str, Any], sampling: Any, cache_tokens: int, **endpoint: Any
 ) -> None:
     """Answer editors and chat clients, as OpenAI's API and llama-server do."""
-    from sequoia_plan.server import serve as run
-    from sequoia_plan.server.worker import Worker
+    from sequoia_plan.server import Worker, serve
 
     tree, remark = tree_for(tree_file, models)
-    settings = read_sampling(sampling, tree.plan.settings)
+    settings = options.read_sampling(sampling, tree.plan.settings)
 
     def load() -> Worker:
         """The models, with what decodes."""
         pair = load_pair(**models)
-        if remark:
-            click.echo(remark, err=True)
-        else:
-            warn_if_foreign(tree.plan, pair)
-        return Worker(pair, tree, settings, cache_mb * 10**6)
+        click.echo(remark, err=True)
+        return Worker(pair, tree, settings, cache_tokens)
 
     with suppress(KeyboardInterrupt):
-        run(
-            load, host, port, key=key, cors=cors, max_tokens=max_tokens,
-            on_ready=lambda url: click.echo(f"ready at {url}"),
-        )  # fmt: skip
+        serve(load, **endpoint, on_ready=lambda url: click.echo(f"ready at {url}"))
