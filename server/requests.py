@@ -54,7 +54,7 @@ class Request(msgspec.Struct):
     logprobs: bool | Count = 0
     top_logprobs: Count = 0
     n_probs: Count = 0
-    n: Count = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
     stop: str | list[str] = []
     stream: bool = False
     stream_options: Json = {}
