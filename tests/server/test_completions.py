@@ -1,10 +1,13 @@
 """Texts through the endpoint, with openai's own client."""
 
 import json
+import runpy
+from collections import defaultdict
 from urllib.request import Request, urlopen
 
 import pytest
 from commands import succeed
+from paths import ROOT
 
 from sequoia_plan.engines.counters import parse
 from sequoia_plan.engines.live import plan_of_counters
@@ -17,6 +20,15 @@ KEY = {"Authorization": "Bearer the key"}
 SETTINGS = dict(model="any", messages=HELLO, max_tokens=24, temperature=0)
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "find", "arguments": {"a": 1}}</tool_call>'
+
+
+LLAMA_VIM = """{
+    "id_slot": 0, "input_prefix": "def add(a, b):\\n", "input_suffix": "\\nprint(add(1, 2))\\n",
+    "input_extra": [{"filename": "a.py", "text": "x = 1\\n"}], "prompt": "    ret", "n_predict": 8,
+    "stop": [], "n_indent": 4, "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"],
+    "stream": false, "cache_prompt": true, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000,
+    "response_fields": ["content", "prompt", "timings/prompt_n", "timings/draft_n", "no/such"]
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +54,6 @@ def greedy(chat):
     return chat().choices[0].message.content
 
 
-def joined(stream):
-    """The text of a stream, and why it ended; the role comes once, and usage without a choice."""
-    chunks = list(stream)
-    assert not chunks[-1].choices and chunks[-1].usage.completion_tokens
-    deltas = [choice for chunk in chunks for choice in chunk.choices]
-    assert [d.delta.role for d in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-    return "".join(d.delta.content or "" for d in deltas), deltas[-1].finish_reason
-
-
 def test_greedy_text_is_generates(greedy):
     words = "--json", "--dtype", "float32", "--max-new-tokens", SETTINGS["max_tokens"]
     output = succeed("generate", *words, "--prompt", HELLO[0]["content"]).stdout
@@ -60,26 +63,36 @@ def test_greedy_text_is_generates(greedy):
     assert json.loads(output)["text"] == greedy.partition(stop)[0]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {}, {"temperature": 0.8, "seed": 5}, {"stop": ["no such text", "ed"]}, {"n": 2},
-        {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"logit_bias": {28: -100}},
-    ],
-)  # fmt: skip
-def test_a_stream_has_the_text_of_the_whole(chat, settings):
-    whole = chat(**settings)
-    assert whole.usage.completion_tokens > 0
-    if "n" not in settings:
-        stream = chat(**settings, stream=True, stream_options={"include_usage": True})
-        choice = whole.choices[0]
-        assert joined(stream) == (choice.message.content, choice.finish_reason)
-    assert len(whole.choices) == settings.get("n", 1)
+SETTINGS_OF_STREAMS = """
+{}
+{"temperature": 0.8, "seed": 5, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+{"stop": ["no such text", "ed"]}
+{"presence_penalty": 1.5, "frequency_penalty": 0.5, "repeat_penalty": 1.1}
+{"logit_bias": {"28": -100}}
+{"n": 2, "temperature": 0.5, "seed": 1}
+"""
+
+
+@pytest.mark.parametrize("line", SETTINGS_OF_STREAMS.strip().splitlines())
+def test_a_stream_has_the_text_of_the_whole(chat, line):
+    whole, texts = chat(extra_body=json.loads(line)), defaultdict(str)
+    options = {"stream_options": {"include_usage": True}, "stream": True}
+    *chunks, last = chat(extra_body=json.loads(line) | options, stream=True)
+    assert not last.choices and last.usage == whole.usage
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    for part in parts:
+        assert (part.delta.role is None) is (part.index in texts)
+        texts[part.index] += part.delta.content
+    assert [*texts.values()] == [choice.message.content for choice in whole.choices]
+    ends = [part.finish_reason for part in parts if part.finish_reason]
+    assert ends == [choice.finish_reason for choice in whole.choices]
 
 
 def test_seeds_repeat(chat):
-    texts = [chat(temperature=1, seed=seed).choices[0].message.content for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
+    first, again, other = (
+        chat(temperature=1, seed=n).choices[0].message.content for n in (1, 1, 2)
+    )
+    assert first == again != other
 
 
 def test_stop_strings_are_cut_off(chat, greedy):
@@ -123,13 +136,7 @@ def test_what_an_editor_sends_to_infill(post, monkeypatch):
     markers = "<issue_start>", "<issue_comment>", "<issue_closed>"
     names = "<repo_name>myproject\n", "<file_sep>", "<file_sep>filename\n"
     monkeypatch.setattr(prompts, "MARKERS", ((*names, *markers),))
-    request = dict(
-        input_prefix="def add(a, b):\n", input_suffix="\nprint(add(1, 2))\n", prompt="    ret",
-        input_extra=[{"filename": "a.py", "text": "x = 1\n"}], n_predict=8, n_indent=4, top_k=40,
-        top_p=0.9, stop=[], samplers=["top_k", "top_p", "infill"], stream=False, id_slot=0,
-        cache_prompt=True, t_max_prompt_ms=500, t_max_predict_ms=1000, temperature=None,
-        response_fields=["content", "prompt", "timings/prompt_n", "timings/draft_n", "no/such"],
-    )  # fmt: skip
+    request = json.loads(LLAMA_VIM)
     first, second = post("/infill", **request), post("/infill", **request | {"n_predict": 0})
     assert first["prompt"] == (
         "<repo_name>myproject\n<file_sep>a.py\nx = 1\n<file_sep>filename\n<issue_start>"
@@ -163,6 +170,13 @@ def test_texts_are_kept(worker, post):
             cached = answer["timings"]["cache_n"]
             assert cached < 10 if reads_all else cached == len(ids)
     assert len(worker.texts) > 2
+
+
+def test_the_example_runs(url, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["serve_client.py", url])
+    monkeypatch.setenv("OPENAI_API_KEY", "the key")
+    runpy.run_path(str(ROOT / "examples" / "serve_client.py"))
+    assert "Paris" in capsys.readouterr().out
 
 
 def test_diagnose_reads_the_counters(ask, post):
