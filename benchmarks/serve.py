@@ -5,8 +5,8 @@
 Each round decodes a prompt by a decoder and by a stream of a server in this process, so ratios are
 free of drift. `stream over generate`: tokens/s, from the request to the last token. `own ms`: what
 passes between a request and its first chunk, less the time in which the prompt is read and the
-first step runs. `rest over rest`: the first token of a prompt of which a text before has all but the
-last `rest` tokens, over the same by a decoder that goes on. Medians of rounds with quartiles.
+first step runs. `rest over rest`: the first token of a prompt of which a text before has all but
+the last `rest` tokens, over the same by a decoder that goes on. Medians of rounds with quartiles.
 """
 
 from __future__ import annotations

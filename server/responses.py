@@ -70,7 +70,7 @@ class Answer:
         entries = [self.entry(choice) for choice in choices]
         if self.shape == NATIVE:
             return entries[0] if len(entries) == 1 else entries
-        return self.common | {"choices": entries, "timings": timings(choices[0])} | self.usage()
+        return self.common | {"choices": entries} | self.usage()
 
     def chunk(self, choice: Choice) -> Json:
         """The chunk of a stream for what is new of a choice."""
@@ -81,14 +81,14 @@ class Answer:
         return self.common | {"choices": [entry]} | last
 
     def usage(self) -> Json:
-        """Counts of tokens, as OpenAI's API has them: a prompt counts once for its choices."""
+        """Counts of tokens, in which a prompt counts once for its choices, and timings."""
         choices = self.job.choices
         prompts = choices[:: self.job.request.n]
         read = sum(len(choice.prompt) for choice in prompts)
         new = sum(choice.result.new_tokens for choice in choices if choice.result)
         counts = {"read": read, "new": new, "total": read + new}
         counts["cached"] = sum(choice.cached for choice in prompts)
-        return {"usage": fill("usage", counts)}
+        return {"usage": fill("usage", counts), "timings": timings(choices[0])}
 
     def entry(self, choice: Choice) -> Json:
         """What is new of a choice, and if it has ended, all about it."""
@@ -98,8 +98,8 @@ class Answer:
         content = before.add(choice.text)
         values: Json = {
             "index": choice.index, "finish": None, "tokens": [], "slot": 0, "is over": bool(result),
-            "new": min(choice.accepted + len(choice.times) - 1, self.job.limit), "read": len(prompt),
-            "probs or null": None,
+            "new": min(choice.accepted + len(choice.times) - 1, self.job.limit),
+            "read": len(prompt), "probs or null": None,
         }  # fmt: skip
         if start < 0:
             values["role"] = "assistant"
