@@ -104,7 +104,7 @@ $(ENGINES)/ready:
 
 llamacpp: $(VENV)/ready $(LLAMACPP)/eagle3.gguf
 	SEQUOIA_PLAN_LLAMACPP=$(CURDIR)/$(LLAMACPP) $(BIN)/python -m pytest -m engine tests/engines/test_llamacpp.py \
-		tests/engines/test_llamacpp_vocabularies.py
+		tests/engines/test_llamacpp_vocabularies.py tests/server/test_llama_server.py
 
 # The source distribution has all of llama.cpp's sources. Built for this processor, it ends with an illegal
 # instruction, at a prompt of many tokens, where a virtual machine lists AMX and does not run it: then without AMX.

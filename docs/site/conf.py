@@ -42,6 +42,7 @@ NAVIGATION = {
         ("Speed", "docs/speed"),
         ("Verifiers and sampling", "docs/verifiers"),
         ("Targets that do not fit", "docs/offloading"),
+        ("An endpoint for editors", "docs/serve"),
     ],
     "With other software": [
         ("llama.cpp and vLLM", "docs/engines"),

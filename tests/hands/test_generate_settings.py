@@ -8,7 +8,6 @@ import transformers as hf
 from architectures import VOCABULARY, plain_text, resembling, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 from toys import TREE, text_inside_generate
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -132,12 +131,3 @@ def test_a_chat_template_that_raises_is_told_in_one_line(pair, monkeypatch, role
     assert encode(pair.tokenizer, "Hello")
     with pytest.raises(SequoiaPlanError, match=rf"refuses .*\({', '.join(roles)}\): Roles must"):
         encode(pair.tokenizer, messages)
-
-
-def test_stop_strings_of_a_tokenizer_without_texts():
-    """transformers reads each token after a text of its own, which this one does not give back."""
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    decoder = SequoiaDecoder(TARGET, DRAFT, TREE, tokenizer=tokenizer)
-    with pytest.raises(ArgumentError, match="does not give its tokens as text; use stopping_crit"):
-        decoder.generate(IDS, NEW, stop_strings="abc")
