@@ -18,8 +18,8 @@ from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter
 from sequoia_plan.runtime.sampling.sampling import Sampling
-from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, SequenceState
-from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
+from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, TARGET_NOT_FINITE, SequenceState
+from sequoia_plan.runtime.step import TreeStep
 
 T = TypeVar("T")
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}

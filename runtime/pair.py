@@ -154,7 +154,7 @@ def load_pair(
         tokens = f"{pair.draft.vocabulary} tokens of {name_of(draft_vocabulary)}"
         pair.metadata["draft"]["vocabulary"] = tokens
     if offload:
-        offloaded.place(pair.draft)
+        offloaded.load_beside(pair.draft)
     elif bits:
         cost = _cost_of_rounding(pair, target, device, dtype, bits)
         pair = replace(pair, remarks=(*pair.remarks, cost))
@@ -197,15 +197,15 @@ def add_draft(
         model = backends.load_model(target_source, device, dtype, placement, 8, on_bytes)
         name = model.name = f"{target.name} {INT8}"
     elif source.endswith(".safetensors"):
-        model, name = backends.place(load_draft(source, target), placement), Path(source).stem
+        model, name = backends.loaded_as(load_draft(source, target), placement), Path(source).stem
         model.name = name
     elif draft == MTP:
         model, name = load_mtp(target), MTP
-        place_draft(model, placement)
+        run_draft_as(model, placement)
     elif checkpoint := find_checkpoint(source):
         model = load_checkpoint(checkpoint, target, target.dtype)
         remarks += length_remarks(checkpoint, model, target)
-        place_draft(model, placement)
+        run_draft_as(model, placement)
     else:
         keeps_bits = placement == COMPILED and is_gguf(source)
         dtype = "auto" if keeps_bits else dtype  # no text depends on a draft's bits
@@ -219,7 +219,7 @@ def add_draft(
     )
 
 
-def place_draft(draft: HiddenStateDraft, placement: str) -> str:
+def run_draft_as(draft: HiddenStateDraft, placement: str) -> str:
     """Let a draft with hidden states run as `placement` says; returns why it is not compiled."""
     reason = ""
     if placement == COMPILED:

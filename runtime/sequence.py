@@ -15,6 +15,8 @@ from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.base.forks import renewed_in_forks
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
 
+TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
+"""A step's count of accepted nodes is one of these if that model's logits were not finite."""
 CATCH_UP_TOKENS = 64
 """The most tokens that a draft may leave unread, and that it reads at once to catch up."""
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import WINDOWED, head_size
 from sequoia_plan.models.files.gguf_file import GgufFile
-from sequoia_plan.models.files.stored import dense_rows
+from sequoia_plan.models.files.stored import decoded_rows
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 """Of Llama-like models, by llama.cpp's name of the architecture."""
@@ -106,7 +106,7 @@ def read_config(file: GgufFile) -> Any:
             f"has {len(file.tensors)} tensors; get it again"
         )
     if factors := file.tensors.get(ROPE_FACTORS):
-        values = dense_rows(factors.format, factors.read()).astype(np.float64).reshape(-1)
+        values = decoded_rows(factors.format, factors.read()).astype(np.float64).reshape(-1)
         _set_factors(file.path, config, rope, values)
     return config
 

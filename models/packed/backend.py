@@ -88,11 +88,9 @@ class PackedBackend(Backend):
     __setstate__ = keep_logits  # of copies, which `__reduce__` makes
 
     def metadata(self) -> dict[str, Any]:
-        """See `Backend`."""
         return self.recorded | {"weights": "+".join(self.weights.formats())}
 
     def prepare(self, hidden_states: Sequence[int]) -> None:
-        """See `Backend`."""
         count = len(self.runner.model.matrices)
         if wrong := [number for number in hidden_states if not -1 <= number <= count]:
             raise SequoiaPlanError(
@@ -107,19 +105,16 @@ class PackedBackend(Backend):
         self.check()
 
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
-        """See `Backend`."""
         places = self.weights.places.values()
         return tuple((memory.ctypes.data + place.start, place.size) for memory, place in places)
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
-        """See `Backend`."""
         return self.runner.new_cache(capacity, counts_positions=counts_positions)
 
     def forward(
         self, cache: Any, tokens: Tensor, positions: Tensor, masks: Masks, logits_to_keep: int,
         hidden_states: Sequence[int],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """See `Backend`."""
         assert isinstance(masks, Tensor)  # layers do not differ
         logits, states = self.runner(
             cache, self.embedded(tokens.numpy()), positions.numpy(), cache.slots.numpy(),
@@ -132,12 +127,10 @@ class PackedBackend(Backend):
         return dense_rows(self.embedding, np.minimum(tokens, self.num_embeddings - 1))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Backend`."""
         rows = torch.from_numpy(self.embedded(tokens.flatten().numpy()))
         return rows.view(*tokens.shape, -1).to(self.dtype)
 
     def head(self, hidden_states: Tensor) -> Tensor:
-        """See `Backend`."""
         rows = hidden_states.float().reshape(-1, hidden_states.shape[-1])
         return multiplied(self.head_matrix, rows).view(*hidden_states.shape[:-1], -1)
 

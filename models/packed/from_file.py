@@ -58,7 +58,6 @@ class PackedFile(PackedBackend):
         return PackedFile, self.arguments, self.kept_tokens
 
     def check(self) -> None:
-        """See `Backend`."""
         self.file.check_unchanged()
 
     def forward(self, *arguments: Any) -> Any:
@@ -70,7 +69,7 @@ class PackedFile(PackedBackend):
 class StreamedFile(PackedBackend):
     """Runs the weights of a packed file, of which some layers are read in every pass.
 
-    `place` says which. The head's blocks count as layers.
+    `load` says which. The head's blocks count as layers.
     """
 
     reads_embeddings = True
@@ -98,7 +97,7 @@ class StreamedFile(PackedBackend):
         """Bytes of each layer."""
         return [block.size for block in self.layers]
 
-    def place(self, split: MemorySplit, link: str, fused: bool) -> None:
+    def load(self, split: MemorySplit, link: str, fused: bool) -> None:
         """Load the resident layers, and stream the others."""
         resident = {
             number: self.file.memory_of(self.layers[number]) for number in split.resident_layers

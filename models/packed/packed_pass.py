@@ -93,7 +93,6 @@ class PackedCache(TreeCache):
         self.waiting: list[tuple[Any, ...]] = []
 
     def take(self, other: Any, count: int) -> None:
-        """See `TreeCache.take`."""
         super().take(other, count)
         blocks = -(-count // BLOCK)
         words = blocks * self.values.shape[2] // self.keys.shape[2]
@@ -101,7 +100,6 @@ class PackedCache(TreeCache):
         self.values[:, :, :words] = other.values[:, :, :words]
 
     def commit(self, slots: Tensor, start: Tensor) -> None:
-        """See `TreeCache.commit`."""
         super().commit(slots, start)
         move_slots(self.keys, self.values, slots.numpy(), int(start))
 

@@ -30,10 +30,10 @@ from sequoia_plan.runtime.compiled.memory import (
     Step,
     Tree,
 )
-from sequoia_plan.runtime.compiled.step import DRAFT_NOT_FINITE, decode
+from sequoia_plan.runtime.compiled.step import decode
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.sampling.sampling import Sampling
-from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, SequenceState
+from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, DRAFT_NOT_FINITE, SequenceState
 
 RULES = {"sequoia": SEQUOIA, "traversal": TRAVERSAL}
 
@@ -206,7 +206,7 @@ def eagle_of(eagle: Any, cache: Any, workers: int, rows: int) -> Eagle:
         inputs, row_bytes, outputs = int(fc[INPUTS]), int(fc[ROW_BYTES]), eagle.fc.outputs
     return Eagle(
         fc=fc, norms=norms, features=features,
-        fused=aligned_zeros((workers, rows, round_up(inputs, UNIT)), np.float32),
+        rows=aligned_zeros((workers, rows, round_up(inputs, UNIT)), np.float32),
         encoded=aligned_zeros((workers, rows * row_bytes)),
         products=np.zeros((rows, round_up(outputs, UNIT)), np.float32),
         residual_is_normed=int(bool(eagle) and eagle.residual_is_normed),

@@ -18,8 +18,8 @@ class Eagle(Record):
     """What an EAGLE-3 draft has beside its layer; `fc` int64 [0] if the draft is none.
 
     `features` float32 [slots, width]: of the token before each slot; `norms` float32 [2, width]: of
-    embeddings and features; `fused` float32 [workers, nodes of a path, inputs of `fc`], `encoded`
-    and `products`: of `fuse`.
+    embeddings and features; `rows` float32 [workers, nodes of a path, inputs of `fc`], `encoded`
+    and `products`: of `note_features`.
     """
 
 

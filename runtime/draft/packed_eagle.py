@@ -39,7 +39,6 @@ class PackedEagle(ModuleDraft):
         self.pack()
 
     def metadata(self) -> dict[str, Any]:
-        """See `ModuleDraft`."""
         return module_metadata(self.draft) | {"placement": "compiled", "weights": "Q8_0"}
 
     def __getstate__(self) -> Any:
@@ -86,7 +85,7 @@ class PackedEagle(ModuleDraft):
         assert self.weights
         return target.embedding if self.draft.embed_tokens is None else self.weights.embedding
 
-    def fuse(self, hidden_states: Tensor) -> Tensor:
+    def features_of(self, hidden_states: Tensor) -> Tensor:
         """[rows, states * width] -> float32 [rows, width]."""
         return multiplied(self.fc, hidden_states.float())
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from sequoia_plan.runtime.verify import spectr, topk, traversal
-from sequoia_plan.runtime.verify.acceptance import (
+from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
     AcceptedPath,
     TargetProbs,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
 from sequoia_plan.runtime.sampling.drawing import BLOCK, LAUNCH, loops_for
-from sequoia_plan.runtime.verify.acceptance import (
+from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
     TargetProbs,
     end_probs_from_root,
