@@ -56,10 +56,7 @@ EXTERNAL = {
     "profiler": {"numba", "click", "yaml"},
 }
 """Libraries that a part and its parts never import, also not within a function."""
-COMPILED = (
-    f"{OWN}.models.packed.", f"{OWN}.models.base.largest", f"{OWN}.runtime.compiled.",
-    f"{OWN}.runtime.sampling.vocabulary_loops",
-)  # fmt: skip
+COMPILED = (f"{OWN}.models.packed.", f"{OWN}.runtime.compiled.")
 """Modules that import numba, and are imported where there is numba."""
 PLANNING = {"torch", "transformers", *(f"{OWN}.{x}" for x in ("models", "runtime", "profiler"))}
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from sequoia_plan.models.base.largest import largest_of
 from sequoia_plan.models.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.models.packed.formats import OUTPUTS
+from sequoia_plan.models.packed.largest import largest_of
 from sequoia_plan.models.packed.records import Record, compiled
 from sequoia_plan.models.packed.vectors import LANES, call
 from sequoia_plan.models.packed.workers import take, wait
@@ -75,7 +75,7 @@ def multiply(matrix, num_rows, encoded, results, column, first, end):
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
+@partial(compiled, fastmath=True)
 def normalise(row, weight, epsilon, result):
     """RMS norm of one row; all rows go through this function, one at a time."""
     total = np.float32(0)

@@ -1,8 +1,4 @@
-"""Vectors of 16 numbers in LLVM's terms, for the intrinsics of products and attention.
-
-numba's cache looks at a function's own file only: after a change to this one, or to an intrinsic
-that another file uses, delete `models/packed/__pycache__`.
-"""
+"""Vectors of numbers in LLVM's terms, for the intrinsics of products and attention."""
 
 from __future__ import annotations
 

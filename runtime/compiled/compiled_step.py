@@ -10,9 +10,9 @@ import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base.cache import round_up
-from sequoia_plan.models.base.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.attention import BLOCK
 from sequoia_plan.models.packed.forward import INPUTS, ROW_BYTES, UNIT, Reader
+from sequoia_plan.models.packed.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.packed_pass import NO_ROWS, NOTHING, PackedPass
 from sequoia_plan.models.packed.system import now
 from sequoia_plan.models.packed.tiles import Matrix, aligned_zeros, embedding_of

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from sequoia_plan.models.base.largest import BLOCK as SUM_BLOCK
-from sequoia_plan.models.base.largest import maximum
 from sequoia_plan.models.packed.forward import FIRST, copy, forward, normalise
+from sequoia_plan.models.packed.largest import BLOCK as SUM_BLOCK
+from sequoia_plan.models.packed.largest import maximum
 from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.models.packed.tiles import read_row
 from sequoia_plan.models.packed.workers import wait
 from sequoia_plan.runtime.compiled.memory import are_finite, largest_in, note_time
-from sequoia_plan.runtime.sampling.vocabulary_loops import draw_from, fill, top_of_row, weigh
+from sequoia_plan.runtime.compiled.vocabulary_loops import draw_from, fill, top_of_row, weigh
 
 
 @compiled

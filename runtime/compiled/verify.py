@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from sequoia_plan.models.base.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.forward import FIRST, copy
+from sequoia_plan.models.packed.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.runtime.compiled.memory import PROB, SCALE, C, E, largest_in
-from sequoia_plan.runtime.sampling.vocabulary_loops import draw_from, probs_of_row, sum_blocks
+from sequoia_plan.runtime.compiled.vocabulary_loops import draw_from, probs_of_row, sum_blocks
 
 LARGEST = 3e38
 """Nearly the largest float32."""

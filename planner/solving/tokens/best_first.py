@@ -8,10 +8,10 @@ by class as well, because siblings have a parent, and so a row, in common.
 
 from heapq import heappop, heappush
 
-import numba
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats, Ints
+from sequoia_plan.planner.solving.compiled import compiled
 
 NAME = "best-first"
 
@@ -83,7 +83,7 @@ def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
     return most_valuable_nodes_within(np.ascontiguousarray(rows), size, no_limits)
 
 
-@numba.njit(cache=True)
+@compiled
 def most_valuable_nodes_within(rows, size, max_parents):
     """Take the most valuable nodes, one after the other, with so many parents a level at most.
 
