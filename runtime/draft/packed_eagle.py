@@ -43,7 +43,7 @@ class PackedEagle(ModuleDraft):
 
     def __getstate__(self) -> Any:
         """For pickle and copies: the copy of the draft, whose weights `check` packs."""
-        return {"draft": self.draft}
+        return {"draft": self.draft, "version": self.version}
 
     def pack(self) -> None:
         """Take over the draft's weights."""
