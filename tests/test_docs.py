@@ -248,7 +248,7 @@ def test_quick_commands_run(page, folder):
 WITH_SNIPPETS = [
     page for page in PAGES if snippets(page.read_text()) and "models.md" not in page.name
 ]
-"""tests/runtime/test_own_models.py runs own-models.md, and the test below this one models.md."""
+"""tests/models/test_own_models.py runs own-models.md, and the test below this one models.md."""
 
 
 @pytest.mark.slow
