@@ -26,7 +26,9 @@ NOT_RUN = re.compile(
 )
 """Commands of `sequoia-plan` that are parsed and not run here: they measure or need models. Tests
 of their own run them."""
-FOLDERS = "artifacts|planner|engines|profiler|runtime|drafts|benchmarks|docs|examples|tests|tools"
+FOLDERS = (
+    "artifacts|planner|engines|profiler|models|runtime|drafts|benchmarks|docs|examples|tests|tools"
+)
 
 each_page = pytest.mark.parametrize(
     "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
