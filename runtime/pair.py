@@ -25,8 +25,8 @@ from sequoia_plan.models.vocabulary import common_tokens, shared_vocabulary
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, load_checkpoint
-from sequoia_plan.runtime.draft.hidden_state_draft import run_draft_as
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
+from sequoia_plan.runtime.draft.placement import run_draft_as
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.sampling.sampling import not_followed
 from sequoia_plan.runtime.text import text_ids

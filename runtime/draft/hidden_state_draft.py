@@ -19,7 +19,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, Drafting
-from sequoia_plan.models.backends import COMPILED, FUSED, RESIDENT, fused
 from sequoia_plan.models.base.architecture import FULL, WINDOWED, rope_changes
 from sequoia_plan.models.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.models.base.masks import mask_as_dtype, windowed_mask
@@ -238,17 +237,3 @@ class HiddenStateDraft(nn.Module):
                 **{CACHE_ARGUMENT: cache},
             )
         return hidden_states
-
-
-def run_draft_as(draft: HiddenStateDraft, placement: str) -> str:
-    """Let a draft with hidden states run as `placement` says; returns why it is not compiled."""
-    reason = ""
-    if placement == COMPILED:
-        from sequoia_plan.runtime.draft.packed_eagle import PackedEagle, why_not
-
-        if not (reason := why_not(draft)):
-            draft.backend = PackedEagle(draft)
-            return ""
-    if placement != RESIDENT:
-        draft.backend = ModuleDraft(draft, fused(draft, FUSED))
-    return reason
