@@ -14,7 +14,7 @@ from numba.extending import NativeValue, lower_getattr_generic, models, register
 from numba.np.arrayobj import make_array, populate_array
 
 from sequoia_plan.artifacts.files import follow_sources
-from sequoia_plan.models.packed.instructions import LONG
+from sequoia_plan.models.packed.features import LONG
 
 
 def compiled(function: Any, **flags: Any) -> Any:
