@@ -19,9 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "sequoia_plan": "planner/package",
     "sequoia_plan.artifacts": "artifacts",
-    "sequoia_plan.runtime": "runtime",
+    "sequoia_plan.models": "models",
     "sequoia_plan.models.base": "models/base",
-    "sequoia_plan.models.backends": "models/backends",
     "sequoia_plan.models.packed": "models/packed",
 }
 for name, folder in FOLDERS.items():  # packages whose __init__, which may import torch, is not run
