@@ -159,7 +159,10 @@ def follow_sources(compiled: Any, *folders: str) -> Any:
 
 
 def keep_compiled_code() -> None:
-    """Name a temporary folder for numba where it finds none, as it refuses to do without one."""
+    """Name a temporary folder for numba where it finds none, as it refuses to do without one.
+
+    It looks where its variable says, beside the source, and in the user's cache.
+    """
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     own = f"{os.path.dirname(__file__)}/__pycache__"
     for folder in (os.environ.get("NUMBA_CACHE_DIR") or own, own, f"{user}/numba"):

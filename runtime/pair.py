@@ -201,11 +201,10 @@ def add_draft(
         model.name = name
     elif draft == MTP:
         model, name = load_mtp(target), MTP
-        run_draft_as(model, placement)
+        remarks += run_draft_as(model, placement)
     elif checkpoint := find_checkpoint(source):
         model = load_checkpoint(checkpoint, target, target.dtype)
-        remarks += length_remarks(checkpoint, model, target)
-        run_draft_as(model, placement)
+        remarks += length_remarks(checkpoint, model, target) + run_draft_as(model, placement)
     else:
         keeps_bits = placement == COMPILED and is_gguf(source)
         dtype = "auto" if keeps_bits else dtype  # no text depends on a draft's bits

@@ -102,11 +102,12 @@ def _emit_exp2(emit: Emitter, exponent: Value, degree: int = len(EXP2) - 1) -> A
     builder = emit.builder
     exponent = emit.larger(exponent, emit.numbers(-127.0))
     rounding = emit.numbers(ROUNDING)
-    rounded = builder.fadd(exponent, rounding)
+    rounded = builder.fadd(exponent, rounding)  # its low bits: the nearest integer plus 127
     fraction = builder.fsub(exponent, builder.fsub(rounded, rounding))
     power = emit.numbers(EXP2[degree])
     for coefficient in EXP2[degree - 1 :: -1]:
         power = emit.fma(power, fraction, emit.numbers(coefficient))
+    # these become the exponent of a float32
     bits = builder.shl(builder.bitcast(rounded, emit.word_vector), emit.words(23))
     scale = builder.bitcast(bits, emit.float_vector)
     return builder.fmul(power, scale)

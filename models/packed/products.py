@@ -137,7 +137,14 @@ def _emit_integer_tile(
     emit: Emitter, format: Format, kind: Instructions, rows: Value, num_rows: Value, tile: Value,
     steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
-    """All rows use a group of weights; their sums are in memory between two groups."""
+    """All rows use a group of weights; their sums are in memory between two groups.
+
+        for each block of inputs, each part of the tile's outputs, each group of the block:
+            load the group's weights, and their scales, for these outputs into registers
+            for each row: total += scale * (sum of products) - offset * (sum of the row's group)
+
+    `totals`: float32 [rows, outputs of a tile]. A part has the outputs of `at_once` bytes of words.
+    """
     builder, groups = emit.builder, format.block // GROUP
     totals = emit.memory(CHUNK * OUTPUTS // LANES)
     vectors = range(0, PAIR, 4 * emit.lanes)
@@ -203,18 +210,18 @@ def _emit_integer_step(
             )  # fmt: skip
 
 
-def _emit_factors(emit: Emitter, format: Format, step: Value, output: Value) -> list[Value]:
-    """The factors of a block of the outputs from one on."""
+def _emit_factors(emit: Emitter, format: Format, block: Value, output: Value) -> list[Value]:
+    """The factors of a block, float32 [lanes] each, of the outputs from `output` on."""
     builder, size = emit.builder, format.step["factors"].shape[2]
-    if size == 1:  # 2 to the power of byte - 131
-        exponents = emit.load(emit.at(step, output), ir.VectorType(BYTE, emit.lanes))
+    if size == 1:  # 2 to the power of byte - 131, whose exponent field is byte - 4
+        exponents = emit.load(emit.at(block, output), ir.VectorType(BYTE, emit.lanes))
         exponents = builder.zext(exponents, emit.word_vector)
         exponents = builder.sub(exponents, emit.words(4))
         name = f"llvm.smax.v{emit.lanes}i32"
         exponents = emit.call(name, emit.word_vector, exponents, emit.words(0))
         return [builder.bitcast(builder.shl(exponents, emit.words(23)), emit.float_vector)]
     return [
-        emit.floats(emit.at(step, size * OUTPUTS * place, (output, size)), "float16")
+        emit.floats(emit.at(block, size * OUTPUTS * place, (output, size)), "float16")
         for place in range(len(format.factors))
     ]
 

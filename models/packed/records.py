@@ -75,11 +75,7 @@ class Record:
 
     def __reduce__(self) -> Any:
         """For pickle and copies: the addresses of their own arrays."""
-        return _made_of, (type(self), self.fields)
-
-
-def _made_of(kind: type[Record], fields: dict[str, Any]) -> Record:
-    return kind(**fields)
+        return functools.partial(type(self), **self.fields), ()
 
 
 register_model(RecordType)(models.IntegerModel)  # an address

@@ -35,21 +35,14 @@ def _exp2(x):
 
 
 @fast
-def fill(values, value):
-    """Put one value in all places."""
-    for place in range(values.size):
-        values[place] = value
-
-
-@fast
 def weigh(scores, largest, lowest, temperature, sums):
     """Put exp((score - largest) / temperature) in place of scores, 0 if these are below `lowest`.
 
     `sums` float64 [blocks]: those of blocks of weights. Returns their sum.
     """
     if largest == -LARGEST:  # no token is possible
-        fill(scores, np.nan)
-        fill(sums, np.nan)
+        scores[:] = np.nan
+        sums[:] = np.nan
         return np.nan
     largest, lowest = largest / temperature, lowest / temperature
     for block in range(sums.size):

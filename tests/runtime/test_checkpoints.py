@@ -132,8 +132,9 @@ def test_remarks(folders, tmp_path):
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }
     pair = load_pair(folders["target"], write(tmp_path / "draft", config, weights), dtype="float32")
-    not_compiled, short = sorted(pair.remarks, reverse=True)
+    not_compiled, draft_neither, short = sorted(pair.remarks, reverse=True)
     assert not_compiled.startswith("target: PyTorch runs it")
+    assert "draft: PyTorch runs it, its pass is not compiled: " in draft_neither
     assert "trained on up to 64 tokens (max_position_embeddings), the target reads 256" in short
 
 
