@@ -63,11 +63,13 @@ class Traits:
             be parts of a compiled step.
         chains_only: a node of a tree can have one child, because layers have a recurrent state.
         is_split: the model is split over several processes.
+        reads_features: it is a draft that reads what is made of its target's hidden states.
     """
 
     is_compiled: bool = False
     chains_only: bool = False
     is_split: bool = False
+    reads_features: bool = False
 
 
 class Backend(Protocol):

@@ -71,26 +71,21 @@ class CompiledStep:
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
         self.cache = sequence.target
-        draft_backend, vocabulary, d2t = None, 0, None
-        if drafter:
-            draft_backend, vocabulary, d2t = drafter.backend, drafter.vocabulary, drafter.d2t
-        # they keep the weights, of which a step has addresses
-        workers, self.owners = (
-            self.workers.count,
-            (target.runner, draft_backend and draft_backend.runner),
-        )
+        vocabulary, d2t = (drafter.vocabulary, drafter.d2t) if drafter else (0, None)
+        draft, workers = drafter and drafter.backend, self.workers.count
+        self.owners = target.runner, draft and draft.runner  # of weights, whose addresses it has
         reader = draft_reader = new_reader(
             target.runner, target.embedding, target.vocabulary, sequence.target, workers, rows,
             contexts[0], hidden_states,
         )  # fmt: skip
-        own, eagle = target.embedding, draft_backend if hasattr(draft_backend, "fc") else None
-        if draft_backend:
-            own, layers, first_inputs = draft_backend.embedding, (), 0
+        own, eagle = target.embedding, draft if draft and draft.traits.reads_features else None
+        if draft:
+            own, layers, first_inputs = draft.embedding, (), 0
             if eagle:
                 layers, first_inputs = eagle.output_layers, round_up(2 * eagle.runner.width, UNIT)
                 own = eagle.embedding(target)
             draft_reader = new_reader(
-                draft_backend.runner, own, vocabulary, sequence.draft, workers,
+                draft.runner, own, vocabulary, sequence.draft, workers,
                 max(rows, CATCH_UP_TOKENS + 1), contexts[-1], layers, first_inputs,
             )  # fmt: skip
         most = max(target.vocabulary, vocabulary)
@@ -176,8 +171,9 @@ def new_step(
     Those with windows cannot, and drafts that need embeddings which the target reads.
     """
     caches = [sequence.target, *([sequence.draft] if drafter else [])]
-    reads = target.reads_embeddings and drafter and hasattr(drafter.backend, "fc")
-    if reads or any(cache.positions is not None for cache in caches):
+    reads_features = drafter is not None and drafter.backend.traits.reads_features
+    has_windows = any(cache.positions is not None for cache in caches)
+    if has_windows or (reads_features and target.reads_embeddings):
         return None
     return CompiledStep(target, drafter, sequence, **sizes)
 

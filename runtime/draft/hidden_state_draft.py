@@ -47,7 +47,7 @@ class ModuleDraft:
     """
 
     notes_finite = False
-    traits = Traits()
+    traits = Traits(reads_features=True)
 
     def __init__(self, draft: Any, recorded: dict[str, Any] | None = None) -> None:
         self.draft, self.recorded, self.version = draft, recorded, 0

@@ -32,7 +32,7 @@ class PackedEagle(ModuleDraft):
     """Runs an EAGLE-3 draft by the packed pass, its matrices rounded to 8 bits."""
 
     feature_dtype = torch.float32
-    notes_finite, traits = True, Traits(is_compiled=True)
+    notes_finite, traits = True, Traits(is_compiled=True, reads_features=True)
     weights: PackedWeights | None = None
 
     def __init__(self, draft: Any) -> None:
