@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -163,7 +164,7 @@ class LoadedModel:
     def __init__(
         self,
         backend: Backend,
-        config: Any,
+        config: PreTrainedConfig,
         *,
         name: str = "",
         generation_config: Any = None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import RECURRENT, WINDOWED, head_size
@@ -159,7 +159,7 @@ def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
     )
 
 
-def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
+def _set(config: PreTrainedConfig, rope: dict[str, Any], key: str, value: Any) -> bool:
     """Let a configuration have a value of the metadata; False if it has no place for it."""
     names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
     number = value if isinstance(value, (int, float)) else None
@@ -187,7 +187,9 @@ def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
     return bool(names)
 
 
-def _same_by_layer(config: Any, layer_types: Sequence[str], key: str, value: Any) -> bool | None:
+def _same_by_layer(
+    config: PreTrainedConfig, layer_types: Sequence[str], key: str, value: Any
+) -> bool | None:
     """Does a configuration with recurrent layers say the same? None for other keys."""
     recurrent = [kind in RECURRENT for kind in layer_types]
     if key == "attention.recurrent_layers":
@@ -202,7 +204,7 @@ def _same_by_layer(config: Any, layer_types: Sequence[str], key: str, value: Any
     return None
 
 
-def _set_rotary_dimensions(config: Any, rope: dict[str, Any], count: int) -> bool:
+def _set_rotary_dimensions(config: PreTrainedConfig, rope: dict[str, Any], count: int) -> bool:
     """Let rotary embeddings turn so many numbers of a head; False if they turn all of it."""
     head_dim = head_size(config)
     if "partial_rotary_factor" in rope:
@@ -211,7 +213,7 @@ def _set_rotary_dimensions(config: Any, rope: dict[str, Any], count: int) -> boo
 
 
 def _set_factors(
-    gguf: Path, config: Any, rope: dict[str, Any], factors: NDArray[np.float64]
+    gguf: Path, config: PreTrainedConfig, rope: dict[str, Any], factors: NDArray[np.float64]
 ) -> None:
     """Let rotary embeddings have frequencies that are divided by `factors`."""
     frequencies = rope["rope_theta"] ** -(np.arange(len(factors)) / len(factors))

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import head_size
@@ -49,7 +50,11 @@ class PackedBackend(Backend):
     streamed_layers: Sequence[int] = ()
 
     def __init__(
-        self, weights: PackedWeights, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
+        self,
+        weights: PackedWeights,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        recorded: Mapping[str, Any],
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.recorded, self.version = dict(recorded), 0

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -134,8 +135,8 @@ class PackedPass:
     owners: Any = None
 
     def __init__(
-        self, model: Model, config: Any, vocabulary: int, dtype: torch.dtype, workers: int,
-        stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
+        self, model: Model, config: PreTrainedConfig, vocabulary: int, dtype: torch.dtype,
+        workers: int, stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.model, self.vocabulary, self.dtype = model, vocabulary, dtype
         self.width, self.kv_heads = config.hidden_size, config.num_key_value_heads
