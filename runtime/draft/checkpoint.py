@@ -71,7 +71,14 @@ def find_checkpoint(source: str) -> Checkpoint | None:
     if is_gguf(source):
         if not is_gguf_draft(source):
             return None
-        return Checkpoint(source, EAGLE3, *read_gguf_draft(source))
+        try:
+            return Checkpoint(source, EAGLE3, *read_gguf_draft(source))
+        except SequoiaPlanError:
+            raise
+        except Exception as error:  # a damaged file may say anything
+            raise SequoiaPlanError(
+                f"{source}: no whole EAGLE-3 draft ({first_line(error)}); get it again"
+            ) from error
     folder = downloaded_folder(source)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

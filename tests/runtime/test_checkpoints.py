@@ -208,6 +208,10 @@ def test_a_gguf_draft_is_its_folders(tmp_path):
     path = tmp_path / "more.gguf"
     with pytest.raises(SequoiaPlanError, match=r"more\.gguf: .*expert_count"):
         load(write_gguf_draft(path, expert_count=3), TARGET)
-    path.write_bytes((tmp_path / "d.gguf").read_bytes()[:-999])
+    data = (tmp_path / "d.gguf").read_bytes()
+    path.write_bytes(data.replace(b"embedding_length", b"embedding_lengtH"))
+    with pytest.raises(SequoiaPlanError, match=r"more\.gguf: no whole EAGLE-3 draft"):
+        load(path, TARGET)
+    path.write_bytes(data[:-999])
     with pytest.raises(SequoiaPlanError, match=r"more\.gguf: no whole GGUF file"):
         load(path, TARGET)
