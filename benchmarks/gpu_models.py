@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sequoia_plan.artifacts import Acceptance, TokenTree, load_tree
 from sequoia_plan.artifacts.expected_tokens import node_values
-from sequoia_plan.models.backends import FUSED, RESIDENT, place
+from sequoia_plan.models.backends import FUSED, RESIDENT, loaded_as
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.dtype import dtype_name, resolve_dtype
 from sequoia_plan.models.modules.streamed_layers import attach_stream, view_slots
@@ -22,7 +22,7 @@ from sequoia_plan.models.offload.memory import SLOTS
 from sequoia_plan.models.offload.weight_file import Place, WeightBlock, aligned_memory
 from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.pair import place_draft
+from sequoia_plan.runtime.draft.placement import run_draft_as
 
 Shape = dict[str, int]
 
@@ -86,7 +86,7 @@ def random_pair(
     def random_llama(dimensions: Shape) -> Any:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**dimensions), dtype=dtype)
-        return place(model.eval(), FUSED)
+        return loaded_as(model.eval(), FUSED)
 
     target_model = random_llama(target)
     if draft:
@@ -103,7 +103,7 @@ def random_pair(
             norms=Eagle3Norms(),
         )
     eagle = eagle.to(dtype).eval()
-    place_draft(eagle, FUSED)
+    run_draft_as(eagle, FUSED)
     return Pair(target_model, eagle, None)
 
 

@@ -30,7 +30,7 @@ from reports import write_report
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.tree_file import CATALOG
-from sequoia_plan.models.backends import RESIDENT, place
+from sequoia_plan.models.backends import RESIDENT, loaded_as
 from sequoia_plan.models.base import kernel_launch
 from sequoia_plan.profiler.bench import compare
 from sequoia_plan.profiler.breakdown import breakdown
@@ -272,7 +272,7 @@ def time_streamed(scale: Scale, device: torch.device) -> Iterator[Row]:
     yield from rows("on the device")
     if device.type == "cuda":
         stream = stream_layers(pair.target.module, device)
-        pair = replace(pair, target=place(pair.target.module, RESIDENT))
+        pair = replace(pair, target=loaded_as(pair.target.module, RESIDENT))
         block = stream.blocks[0]
         memory = stream.memory[0][: block.numel()]
 

@@ -136,7 +136,7 @@ def load_model(
     return model
 
 
-def place(module: Any, placement: str) -> LoadedModel:
+def loaded_as(module: Any, placement: str) -> LoadedModel:
     """The model of a module in memory, which runs as `placement` says."""
     if placement == COMPILED:
         return loaded(module)
@@ -162,7 +162,7 @@ def _with_files(backend: Backend, files: ModelFiles, remarks: tuple[str, ...] = 
 
 
 class OffloadedModel:
-    """A target that is streamed from a `link`: what fits beside its draft is decided by `place`."""
+    """A target that is streamed from a `link`, but for what fits beside its draft."""
 
     def __init__(
         self, source: str | None, device: str, dtype: str, placement: str, link: str,
@@ -182,7 +182,7 @@ class OffloadedModel:
             self.parts = OffloadedTarget(files, device, torch_dtype)
         self.model = _with_files(self.parts.backend, files)
 
-    def place(self, draft: Any) -> None:
+    def load_beside(self, draft: Any) -> None:
         """Load the layers that fit beside a draft, which may be None, and stream the others."""
         caches, draft_bytes = cache_bytes(self.model), 0
         if getattr(draft, "lm_head", self) is None and self.model.module is None:
@@ -199,4 +199,4 @@ class OffloadedModel:
             self.parts.layer_sizes(),
             slots=1 if reads_chosen else SLOTS,
         )
-        self.parts.place(split, self.link, self.is_fused)
+        self.parts.load(split, self.link, self.is_fused)

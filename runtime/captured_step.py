@@ -18,8 +18,8 @@ from sequoia_plan.runtime.capture import read_back
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter
 from sequoia_plan.runtime.sampling.sampling import Sampling
-from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, SequenceState
-from sequoia_plan.runtime.step import TARGET_NOT_FINITE, TreeStep
+from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, TARGET_NOT_FINITE, SequenceState
+from sequoia_plan.runtime.step import TreeStep
 
 T = TypeVar("T")
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
@@ -116,7 +116,8 @@ class CapturedStep(TreeStep):
     @property
     def runs_by_parts(self) -> bool:
         """Does the host take part in a step, between its parts or by keeping their results?"""
-        return bool(self.sequence.path_logits) or self.sequence.keeps_logits
+        is_observed = self.verifier.observe is not None
+        return bool(self.sequence.path_logits) or self.sequence.keeps_logits or is_observed
 
     def launch(self, length: int, sampling: Sampling) -> Callable[[int], StepOutput]:
         """Start a step whose root is in slot `length` or before it.

@@ -15,6 +15,8 @@ from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.base.forks import renewed_in_forks
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
 
+TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
+"""A step's count of accepted nodes is one of these if that model's logits were not finite."""
 CATCH_UP_TOKENS = 64
 """The most tokens that a draft may leave unread, and that it reads at once to catch up."""
 
@@ -51,8 +53,10 @@ class SequenceState:
     """The sequence that is being decoded, in memory that stays in place from step to step.
 
     `tokens` int64 [capacity]; `length` int64 [1]; `aux_hidden_states` [nodes, width];
-    `lookup_chain` int64 [nodes]; `uniforms` float64 [2]. The target has read the tokens in the
-    first `num_read` slots. With `keeps_logits`, steps return the logits of what they accept.
+    `lookup_chain` int64 [nodes]; `uniforms` float64 [2] and `bits` int32 [n]: a step's random
+    numbers. The target has read the tokens in the first `num_read` slots, the draft may not have
+    read the last `num_unread`. `version` grows when memory moves, that of weights among it. With
+    `keeps_logits`, steps return the logits of what they accept. Both caches are empty at first.
     """
 
     def __init__(self, device: torch.device) -> None:

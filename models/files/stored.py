@@ -59,7 +59,7 @@ class StoredMatrix:
     def dense(self, first: int = 0, end: int | None = None) -> Tensor:
         """Some rows, float32 [rows, inputs]."""
         rows = self.read(first, self.outputs if end is None else end)
-        return torch.from_numpy(dense_rows(self.format, rows))
+        return torch.from_numpy(decoded_rows(self.format, rows))
 
 
 class WeightSource(Protocol):
@@ -86,16 +86,13 @@ class CheckpointSource:
         self.file_of = {name: file for file in self.opened for name in file.keys()}  # noqa: SIM118
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `WeightSource`."""
         return {n: tuple(f.get_slice(n).get_shape()) for n, f in self.file_of.items()}
 
     def matrix(self, name: str) -> StoredMatrix:
-        """See `WeightSource`."""
         rows = self.file_of[name].get_slice(name)
         return stored_matrix(rows, rows.get_shape())
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """See `WeightSource`."""
         return self.file_of[name].get_tensor(name).float().numpy()
 
 
@@ -108,15 +105,12 @@ class ModuleSource:
         self.tensors: dict[str, Tensor] = dict(module.named_parameters())  # tied ones once
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `WeightSource`."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def matrix(self, name: str) -> StoredMatrix:
-        """See `WeightSource`."""
         return stored_matrix(self.tensors[name].detach())
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """See `WeightSource`."""
         return self.tensors[name].detach().float().numpy()
 
 
@@ -136,7 +130,7 @@ def bytes_of_rows(rows: Tensor) -> NDArray[np.uint8]:
     return rows.contiguous().view(torch.uint8).reshape(len(rows), -1).numpy()
 
 
-def dense_rows(format: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+def decoded_rows(format: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Rows of bytes in one of ggml's formats as float32 [n, inputs]."""
     rows = np.ascontiguousarray(rows)
     if format == "F32":

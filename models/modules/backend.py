@@ -73,7 +73,6 @@ class ModuleBackend(Backend):
         return self.twin.model if self.twin and self.twin.num_fused else self.module
 
     def metadata(self) -> dict[str, Any]:
-        """See `Backend`."""
         recorded = module_metadata(self.module) if "digest" not in self.recorded else {}
         if self.recurrent:
             recorded["recurrent_layers"] = len(self.recurrent)
@@ -101,12 +100,10 @@ class ModuleBackend(Backend):
             register_hooks(plain, layers, hidden_states)
 
     def is_stale(self) -> bool:
-        """See `Backend`."""
         is_stale = bool(self.structure.changes(self.module))
         return is_stale or (self.twin is not None and self.twin.is_stale())
 
     def check(self) -> None:
-        """See `Backend`."""
         if names := self.structure.changes(self.module):
             raise SequoiaPlanError(
                 f"{model_type(self.module)}: {', '.join(names[:3])} changed after the decoder was "
@@ -120,14 +117,12 @@ class ModuleBackend(Backend):
             self.refresh()
 
     def refresh(self) -> None:
-        """See `Backend`."""
         self.version += 1
         self.weights.look(self.module)
         if self.twin:
             self.twin.pack()
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> TreeCache:
-        """See `Backend`."""
         cache_class = RecurrentCache if self.recurrent else TreeCache
         layers = self.layout or int(text_config(self.module).num_hidden_layers)
         return cache_class(layers, capacity, self.device, counts_positions=counts_positions)
@@ -136,7 +131,6 @@ class ModuleBackend(Backend):
         self, cache: TreeCache, tokens: Tensor, positions: Tensor, masks: Masks,
         logits_to_keep: int, hidden_states: Sequence[int],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """See `Backend`."""
         mask: Any = (
             masks[None, None]
             if isinstance(masks, Tensor)
@@ -161,15 +155,12 @@ class ModuleBackend(Backend):
         return logits, take_aux_hidden_states(cache, hidden_states, self.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Backend`."""
         return self.module.get_input_embeddings()(tokens)
 
     def head(self, hidden_states: Tensor) -> Tensor:
-        """See `Backend`."""
         return self.module.get_output_embeddings()(hidden_states.to(self.module.dtype))
 
     def splits_keys(self, tokens: int) -> bool:
-        """See `Backend`."""
         is_wrapped = unwrapped(self.module) is not self.module
         is_compiled = getattr(self.module, "_compiled_call_impl", None) or is_wrapped
         if self.layout is None or self.sdpa_config is None or is_compiled:
@@ -180,7 +171,6 @@ class ModuleBackend(Backend):
         )
 
     def is_on_one_cuda_device(self) -> bool:
-        """See `Backend`."""
         return is_on_one_cuda_device(self.module)
 
     def can_be_captured(self) -> bool:
@@ -190,9 +180,7 @@ class ModuleBackend(Backend):
         return is_static and not self.recurrent and self.is_on_one_cuda_device()
 
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
-        """See `Backend`."""
         return weight_memory(self.module)
 
     def from_first(self, values: Tensor) -> Tensor:
-        """See `Backend`."""
         return from_first(self.module, values)

@@ -47,7 +47,7 @@ from sequoia_plan.models.offload.weight_file import Fill, Place, WeightBlock, We
 class OffloadedTarget:
     """A target whose layers are in a file; what is outside them, and their vectors, is in memory.
 
-    `place` loads the layers, or lets them be streamed. Vectors are small, and a fused layer derives
+    `load` loads the layers, or lets them be streamed. Vectors are small, and a fused layer derives
     others from the weights of norms. Of a mixture, all but the experts is in memory.
     """
 
@@ -87,7 +87,7 @@ class OffloadedTarget:
         }
         return in_memory | self._load(self._layer_block(number))
 
-    def place(self, split: MemorySplit, link: str, fused: bool = True) -> None:
+    def load(self, split: MemorySplit, link: str, fused: bool = True) -> None:
         """Load the resident layers, and stream the others."""
         # before slots and resident layers take the memory that a trial needs
         proven = try_kinds(self.layers, self.layer) if fused else {}

@@ -10,6 +10,7 @@ from weakref import finalize
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedConfig
 
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.dtype import dtype_name
@@ -44,7 +45,7 @@ class PackedFile(PackedBackend):
     """Runs the weights of a packed file, which processes share."""
 
     def __init__(
-        self, path: Path, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
+        self, path: Path, config: PreTrainedConfig, dtype: torch.dtype, recorded: Mapping[str, Any]
     ) -> None:
         self.file = file = WeightFile(path)
         mapped = file.map()
@@ -58,7 +59,6 @@ class PackedFile(PackedBackend):
         return PackedFile, self.arguments, self.kept_tokens
 
     def check(self) -> None:
-        """See `Backend`."""
         self.file.check_unchanged()
 
     def forward(self, *arguments: Any) -> Any:
@@ -70,13 +70,17 @@ class PackedFile(PackedBackend):
 class StreamedFile(PackedBackend):
     """Runs the weights of a packed file, of which some layers are read in every pass.
 
-    `place` says which. The head's blocks count as layers.
+    `load` says which. The head's blocks count as layers.
     """
 
     reads_embeddings = True
 
     def __init__(
-        self, file: WeightFile, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
+        self,
+        file: WeightFile,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        recorded: Mapping[str, Any],
     ) -> None:
         self.file, (outside, *self.layers), self.backend = file, file.blocks, self
         *_, last = outside.tensors.values()
@@ -98,7 +102,7 @@ class StreamedFile(PackedBackend):
         """Bytes of each layer."""
         return [block.size for block in self.layers]
 
-    def place(self, split: MemorySplit, link: str, fused: bool) -> None:
+    def load(self, split: MemorySplit, link: str, fused: bool) -> None:
         """Load the resident layers, and stream the others."""
         resident = {
             number: self.file.memory_of(self.layers[number]) for number in split.resident_layers

@@ -53,7 +53,6 @@ class PackedModule(PackedBackend):
         return bool(self._follow())
 
     def check(self) -> None:
-        """See `Backend`."""
         check_mode(self.module)
         if reason := self._follow():
             raise SequoiaPlanError(f"{model_type(self.module)}: {reason}; make the decoder anew")
@@ -79,12 +78,10 @@ class PackedModule(PackedBackend):
         return f"{names[0]} changed after it was compiled for this processor, and {reason}"
 
     def prepare(self, hidden_states: Sequence[int]) -> None:
-        """See `Backend`."""
         check_mode(self.module)
         super().prepare(hidden_states)
 
     def refresh(self) -> None:
-        """See `Backend`."""
         self.config, self.dtype = self.module.config, self.module.dtype
         self.use(packed_in_memory(ModuleSource(self.module), self.storage))
         self.version += 1

@@ -27,14 +27,12 @@ from sequoia_plan.runtime.compiled.memory import (
     note_time,
 )
 from sequoia_plan.runtime.compiled.verify import draw_bonus, verify_greedily, walk_down, walk_up
-
-TARGET_NOT_FINITE, DRAFT_NOT_FINITE = -1, -2
-"""A step's count of accepted nodes is one of these if that model's logits were not finite."""
+from sequoia_plan.runtime.sequence import DRAFT_NOT_FINITE, TARGET_NOT_FINITE
 
 
 @compiled
 def match(tokens, length, max_match, chain):
-    """The length of the text's match; `chain` is then what followed it (see `base.lookup`)."""
+    """The length of the text's match; `chain` is then what followed it (see `runtime.lookup`)."""
     longest, best = -1, 0
     for slot in range(length):
         matched = 0
@@ -69,10 +67,10 @@ def commit(step, tree, path, count, bonus):
 
 
 @compiled
-def fuse(worker, counter, workers, step, path, count, slot):
+def note_features(worker, counter, workers, step, path, count, slot):
     """Record the features that the target's hidden states of the path make, from a slot on."""
     eagle, hidden = step.eagle, step.target.hidden
-    rows, encoded = eagle.fused[worker], eagle.encoded[worker]
+    rows, encoded = eagle.rows[worker], eagle.encoded[worker]
     width = step.target.model.norms.shape[2]
     for place in range(count):
         for state in range(hidden.shape[0]):
@@ -145,5 +143,5 @@ def decode(
             )
     if step.eagle.fc.size:
         wait(counter, workers, rounds)
-        fuse(worker, counter, workers, step, path, step.output[0], length + 1)
+        note_features(worker, counter, workers, step, path, step.output[0], length + 1)
     note_time(worker, step, num_passes + 2)

@@ -48,11 +48,9 @@ class LogitsProcessors:
         self.processors, self.text, self.states = processors, list[int](), list[Any]()
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
-        """See `PathProcessor`."""
         self.text = list(prompt)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """See `PathProcessor`."""
         self.text.extend(tokens)
 
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:

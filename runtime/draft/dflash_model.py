@@ -52,7 +52,7 @@ class DFlashModel(HiddenStateDraft):
         super().__init__(**shared)
         self.block, width = block, self.config.hidden_size
         self.drafting = dflash_draft(block.size, block.levels)
-        self.fc = nn.Linear(self.fused_width, width, bias=False)
+        self.fc = nn.Linear(self.states_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
         if block.conv_kernel_size:
             sizes = {"taps": block.conv_kernel_size, "group": block.conv_group_size}

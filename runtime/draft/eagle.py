@@ -114,7 +114,6 @@ class EagleDrafter(HiddenStateDrafter):
         return [*zip(*splits, masks, *(angle.split(widths, 1) for angle in angles), strict=True)]
 
     def splits_keys(self, tokens: int) -> bool:
-        """See `Drafter`."""
         model = self.model
         return not isinstance(model.cache_layout(), int) and splits_keys(
             model.device, model.dtype, model.config.head_dim, tokens
@@ -128,7 +127,7 @@ class EagleDrafter(HiddenStateDrafter):
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features of hidden states; the next first pass reads these tokens again."""
-        features = self.backend.fuse(hidden_states)
+        features = self.backend.features_of(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
 
     def _read(

@@ -1,7 +1,7 @@
 """The models of EAGLE-3 (arXiv 2503.01840) and EAGLE-1 (arXiv 2401.15077).
 
 An input row pairs a token with the feature of the token before it. For committed text, features are
-made of the target's hidden states (`fuse`); below the root of a tree, a row's feature is the
+made of the target's hidden states (`features_of`); below the root of a tree, a row's feature is the
 draft's own output for its parent.
 """
 
@@ -57,12 +57,12 @@ class Eagle3(EagleModel):
         """See `HiddenStateDraft` for the other arguments."""
         super().__init__(**shared)
         self.norms, width = norms, self.config.hidden_size
-        self.fc = nn.Linear(self.fused_width, width, bias=False)
-        self.input_norm = self.new_norm(self.fused_width) if norms.before_fc else None
+        self.fc = nn.Linear(self.states_width, width, bias=False)
+        self.input_norm = self.new_norm(self.states_width) if norms.before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if norms.each_before_fc:
             num_states = len(self.aux_hidden_state_layers)
-            state_width = self.fused_width // num_states
+            state_width = self.states_width // num_states
             self.fc_norm = nn.ModuleList(self.new_norm(state_width) for _ in range(num_states))
         self.layers = self.new_layers()
         first: Any = self.layers[0]
@@ -73,7 +73,7 @@ class Eagle3(EagleModel):
             setattr(first.self_attn, name, wide)
         self.norm = self.new_norm(width)
 
-    def fuse(self, hidden_states: Tensor) -> Tensor:
+    def features_of(self, hidden_states: Tensor) -> Tensor:
         """The target's hidden states [..., layers * target's width] -> features [..., width].
 
         A linear layer makes them; some checkpoints have norms before it.
@@ -122,7 +122,7 @@ class Eagle1(EagleModel):
         """See `HiddenStateDraft` for the other arguments."""
         super().__init__(**shared)
         width = self.config.hidden_size
-        self.fc = nn.Linear(width + self.fused_width, width, bias=bias)
+        self.fc = nn.Linear(width + self.states_width, width, bias=bias)
         self.layers = self.new_layers()
         first: Any = self.layers[0]
         first.input_layernorm = nn.Identity()

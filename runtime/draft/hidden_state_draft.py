@@ -47,7 +47,7 @@ class ModuleDraft:
     """
 
     notes_finite = False
-    traits = Traits()
+    traits = Traits(reads_features=True)
 
     def __init__(self, draft: Any, recorded: dict[str, Any] | None = None) -> None:
         self.draft, self.recorded, self.version = draft, recorded, 0
@@ -87,9 +87,9 @@ class ModuleDraft:
         layout, device = self.draft.cache_layout(), self.draft.device
         return TreeCache(layout, capacity, device, counts_positions=counts_positions)
 
-    def fuse(self, hidden_states: Tensor) -> Tensor:
+    def features_of(self, hidden_states: Tensor) -> Tensor:
         """The target's hidden states [..., fused width] as features."""
-        fused: Tensor = self.draft.fuse(hidden_states)
+        fused: Tensor = self.draft.features_of(hidden_states)
         return fused
 
     def read(
@@ -98,8 +98,9 @@ class ModuleDraft:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over tokens, each with the feature of the token before it.
 
-        All but the mask and the angles [1, tokens, head size] have a row a token. Returns logits
-        and outputs of the last rows.
+        `tokens`, `slots` int64 [n], `positions` of the tokens before them; `features` [n, width];
+        `mask` [n, extent]; `angles`: cosines and sines [1, n, head size]. Returns logits and
+        outputs of the last rows.
         """
         draft = self.draft
         masks = draft.masks_by_layer_type(cache, mask, positions, slots)
@@ -136,7 +137,7 @@ class HiddenStateDraft(nn.Module):
         self.aux_hidden_state_layers = aux_hidden_state_layers
         width = config.hidden_size
         self.feature_width = width
-        self.fused_width = len(aux_hidden_state_layers) * target.config.hidden_size
+        self.states_width = len(aux_hidden_state_layers) * target.config.hidden_size
         if config.model_type in LAYER_CLASSES:  # an MTP head's layer is of the target's kind
             _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
             self.rotary_emb = rotary_class(config)
@@ -180,7 +181,7 @@ class HiddenStateDraft(nn.Module):
         """A new norm of the class that its layers have."""
         return self.norm_class(width, eps=self.config.rms_norm_eps)
 
-    def fuse(self, hidden_states: Tensor) -> Tensor:
+    def features_of(self, hidden_states: Tensor) -> Tensor:
         """The target's hidden states [..., fused width] as features: in the draft's dtype."""
         return hidden_states.to(self.dtype)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from sequoia_plan.runtime.verify import spectr, topk, traversal
-from sequoia_plan.runtime.verify.acceptance import (
+from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
     AcceptedPath,
     TargetProbs,
@@ -49,7 +49,7 @@ VERIFIERS: dict[str, Verifier] = {
     "spectr": spectr.acceptance,
     "topk": topk.acceptance,
 }
-"""`base.drawing.DRAWING_OF_VERIFIER` has the way of drawing that each is exact for."""
+"""`sampling.drawing.DRAWING_OF_VERIFIER` has the way of drawing that each is exact for."""
 
 
 def verify(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.acceptance import AcceptedPath
+from sequoia_plan.runtime.verify.accepted_path import AcceptedPath
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 

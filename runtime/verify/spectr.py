@@ -6,7 +6,7 @@ Children are drawn independently.
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.acceptance import (
+from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
     TargetProbs,
     end_probs_from_root,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.acceptance import Acceptance, TargetProbs, end_probs_from_root
+from sequoia_plan.runtime.verify.accepted_path import Acceptance, TargetProbs, end_probs_from_root
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 

@@ -7,7 +7,7 @@ acceptance of its later siblings and of its parent.
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.acceptance import Acceptance, TargetProbs, exclusive_cumprod
+from sequoia_plan.runtime.verify.accepted_path import Acceptance, TargetProbs, exclusive_cumprod
 from sequoia_plan.runtime.verify.residual import Residual
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 

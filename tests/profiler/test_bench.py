@@ -16,7 +16,7 @@ from sequoia_plan.artifacts.bench_result import Prediction, Ratio
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import MatchPlan
 from sequoia_plan.artifacts.prediction import prediction_for
-from sequoia_plan.models.backends import RESIDENT, place
+from sequoia_plan.models.backends import RESIDENT, loaded_as
 from sequoia_plan.planner import cli
 from sequoia_plan.planner.solving.baselines import bench_trees
 from sequoia_plan.profiler.bench import compare, make_methods
@@ -43,7 +43,7 @@ def models():
     draft.lm_head = head
     draft.register_buffer("d2t", d2t, persistent=False)
     tokenizer = SimpleNamespace(eos_token_id=None, chat_template=None)
-    target, draft = place(target, RESIDENT), place(draft, RESIDENT)
+    target, draft = loaded_as(target, RESIDENT), loaded_as(draft, RESIDENT)
     return Pair(target, draft, tokenizer, {"target": {"name": "t"}, "draft": {"name": "d"}})
 
 

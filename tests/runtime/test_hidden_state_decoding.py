@@ -9,7 +9,7 @@ from toys import SMALL_TREES, TREE
 
 from drafts import KINDS, PARTS, load, small_pair, small_target, write
 from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
-from sequoia_plan.models.backends import place
+from sequoia_plan.models.backends import loaded_as
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
 from sequoia_plan.models.base.masks import additive_mask
 from sequoia_plan.models.loaded_model import LoadedModel
@@ -94,7 +94,7 @@ def test_aux_hidden_states_are_transformers_hidden_states():
     """
     target = small_target(layers=4)
     ids = torch.arange(9)
-    model, numbers = place(target, "resident"), (0, 1, 3, 4, AFTER_FINAL_NORM)
+    model, numbers = loaded_as(target, "resident"), (0, 1, 3, 4, AFTER_FINAL_NORM)
     model.backend.prepare(numbers)
     mask = additive_mask(ids <= ids[:, None], torch.float32)
     output = model(model.new_cache(16), ids, ids, ids, mask, 0, numbers)

@@ -15,7 +15,7 @@ from toys import SMALL_TREES as TREES
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER
 from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, spectr
-from sequoia_plan.runtime.verify.acceptance import exclusive_cumprod
+from sequoia_plan.runtime.verify.accepted_path import exclusive_cumprod
 
 DRAWS = {
     "sequoia": without_replacement,

@@ -24,7 +24,7 @@ from toys import ToyModel
 from transformers import DynamicCache
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.models.backends import place
+from sequoia_plan.models.backends import loaded_as
 from sequoia_plan.models.base.architecture import context_length
 from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.layers.fuse import MAX_ERROR, fuse
@@ -184,7 +184,7 @@ def test_eager_and_sdpa_agree():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"])
 def test_the_check_passes_in_low_precision(name, dtype):
-    place(tiny(name).to(dtype), "resident").backend.prepare(())
+    loaded_as(tiny(name).to(dtype), "resident").backend.prepare(())
 
 
 def test_a_model_is_tried_once(monkeypatch):
@@ -226,7 +226,7 @@ def test_context_ends_where_rotary_embeddings_would_change(rope_type, context):
 
 
 def test_a_small_model_with_a_small_vocabulary_is_tried_too():
-    backend = place(ToyModel(0, vocabulary=3), "resident").backend
+    backend = loaded_as(ToyModel(0, vocabulary=3), "resident").backend
     backend.prepare(())
     assert len(backend.layout) == 1
 

@@ -15,7 +15,7 @@ from architectures import PACKED, plain_text, resembling, tiny, tokens_of
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.backends import loaded
 from sequoia_plan.models.base.tree_tensors import TreeTensors
-from sequoia_plan.models.files.stored import dense_rows
+from sequoia_plan.models.files.stored import decoded_rows
 from sequoia_plan.models.packed import packed_pass
 from sequoia_plan.models.packed.from_module import PackedModule
 from sequoia_plan.models.packed.tiles import round_rows
@@ -270,7 +270,9 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
     pair = load_pair(dtype="float32", placement="resident")
     draft = pair.draft
     tokens, width = torch.arange(300, 312), draft.config.hidden_size
-    features = draft.fuse(torch.randn(12, 3 * width, generator=torch.Generator().manual_seed(0)))
+    features = draft.features_of(
+        torch.randn(12, 3 * width, generator=torch.Generator().manual_seed(0))
+    )
     places, mask = torch.arange(12), causal(12, 12)
     with torch.inference_mode():
         expected, outputs = draft(
@@ -281,7 +283,7 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
         )
     runner = eagle.PackedEagle(draft)
     cache = runner.runner.new_cache(16, counts_positions=False)
-    logits, ours = runner(cache, tokens, features, places, places, mask, 5)
+    logits, ours = runner.read(cache, tokens, features, places, places, mask, (), 5)
     for found, right in ((logits, expected[0, -5:]), (ours, outputs[0, -5:])):
         assert float((found - right).norm() / right.norm()) < 0.02  # its weights are in 8 bits
     agrees = logits.argmax(-1) == expected[0, -5:].argmax(-1)
@@ -326,7 +328,7 @@ def test_rounded_weights(bits):
         if isinstance(module, torch.nn.Linear):
             own_bits = 8 if name == "lm_head" else bits
             rows = round_rows(module.weight.detach().numpy(), own_bits)
-            weights = dense_rows({8: "Q8_0", 4: "Q4_1"}[own_bits], rows)[:, : module.in_features]
+            weights = decoded_rows({8: "Q8_0", 4: "Q4_1"}[own_bits], rows)[:, : module.in_features]
             module.weight.data = torch.from_numpy(weights)
     target = packed(model, bits=bits)
     with torch.inference_mode():

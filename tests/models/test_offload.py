@@ -94,7 +94,7 @@ def place(offloaded, resident):
     # a family's layers may differ in size
     memory = outside_bytes + int(min((SLOTS + resident) * max(sizes), sum(sizes) - 1))
     slots = 1 if offloaded.routed else SLOTS
-    offloaded.place(split_memory(memory, outside_bytes, 0, 0, sizes, slots=slots), "disk")
+    offloaded.load(split_memory(memory, outside_bytes, 0, 0, sizes, slots=slots), "disk")
     return offloaded.backend.recorded["fused_layers"]
 
 
