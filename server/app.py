@@ -33,7 +33,6 @@ GETS = "/health", "/v1/models", "/props", "/metrics"
 TEXTS = "/tokenize", "/detokenize", "/apply-template"
 SHAPES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 SHAPES |= {"/completion": NATIVE, "/infill": NATIVE}
-KINDS = {401: "authentication_error", 404: "not_found_error", 503: "unavailable_error"}
 
 
 @dataclass
@@ -101,7 +100,7 @@ def app_of(server: Server, cors: str | None = None) -> Starlette:
 
     origins: Json = {"allow_origins": [cors], "allow_methods": ["*"], "allow_headers": ["*"]}
     methods = {path: ["GET"] for path in GETS} | {path: ["POST"] for path in (*TEXTS, *SHAPES)}
-    kinds = SequoiaPlanError, HTTPException, ClientDisconnect
+    kinds = SequoiaPlanError, HTTPException, ClientDisconnect, InterruptedError, Exception
     return Starlette(
         routes=[Route(path, answer, methods=names) for path, names in methods.items()],
         middleware=[Middleware(CORSMiddleware, **origins)] if cors else [],
@@ -220,8 +219,9 @@ def error_of(error: Any) -> Json:
     """OpenAI's error object."""
     status = getattr(error, "status_code", 400 if isinstance(error, ArgumentError) else 503)
     message = getattr(error, "detail", str(error))
-    about = {"message": message, "param": message.partition(":")[0], "code": status}
-    return {"error": about | {"type": KINDS.get(status, "invalid_request_error")}}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    param = message.partition(":")[0]
+    return {"error": {"message": message, "param": param, "code": status, "type": kind}}
 
 
 def refused(http: Any, error: Any) -> Response:

@@ -49,7 +49,7 @@ class Request(msgspec.Struct):
     seed: Limit = -1
     presence_penalty: float = 0
     frequency_penalty: float = 0
-    repeat_penalty: float = 1
+    repeat_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1
     logit_bias: dict[int, float] | list[tuple[int, float]] = {}
     logprobs: bool | Count = 0
     top_logprobs: Count = 0

@@ -28,11 +28,7 @@ SHAPES = json.loads("""{
         "truncated": "never", "stop_type": "stop type", "stopping_word": "stop word",
         "tokens_cached": "total", "timings": "timings", "completion_probabilities": "entries"},
     "usage": {"prompt_tokens": "read", "completion_tokens": "new", "total_tokens": "total",
-        "prompt_tokens_details": {"cached_tokens": "cached"}},
-    "timings": {"cache_n": "cached", "draft_n": "drafted", "draft_n_accepted": "accepted",
-        "prompt_n": "read", "prompt_ms": "read ms", "prompt_per_token_ms": "ms a read token",
-        "prompt_per_second": "read tokens/s", "predicted_n": "new", "predicted_ms": "new ms",
-        "predicted_per_token_ms": "ms a new token", "predicted_per_second": "new tokens/s"}
+        "prompt_tokens_details": {"cached_tokens": "cached"}}
 }""")
 """The names of an answer, and under which other name `fill` finds the value of each, if any."""
 OPENED = "<tool_call>"
@@ -155,16 +151,16 @@ def timings(choice: Choice) -> Json:
     """Counts and milliseconds, by llama-server's names, of a choice that has ended."""
     assert choice.result
     first, second, *_, last = *choice.times, choice.times[-1]
-    values: Json = {"cached": choice.cached}
+    figures: Json = {"cache_n": choice.cached}
     for name, count, ms in (
-        ("read", len(choice.prompt) - choice.cached, 1000 * (second - first)),
-        ("new", choice.result.new_tokens, 1000 * (last - second)),
+        ("prompt", len(choice.prompt) - choice.cached, 1000 * (second - first)),
+        ("predicted", choice.result.new_tokens, 1000 * (last - second)),
     ):
-        values |= {name: count, f"{name} ms": ms, f"ms a {name} token": ms / max(count, 1)}
-        values[f"{name} tokens/s"] = 1000 * count / max(ms, 1e-6)
-    if choice.drafted:
-        values |= {"drafted": choice.drafted, "accepted": choice.accepted}
-    return fill("timings", values)
+        figures |= {f"{name}_n": count, f"{name}_ms": ms}
+        figures[f"{name}_per_token_ms"] = ms / max(count, 1)
+        figures[f"{name}_per_second"] = 1000 * count / max(ms, 1e-6)
+    drafts = {"draft_n": choice.drafted, "draft_n_accepted": choice.accepted}
+    return figures | drafts if choice.drafted else figures
 
 
 def calls_in(text: str) -> list[Json]:

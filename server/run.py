@@ -49,7 +49,7 @@ def serve(
     server = Server(key, max_tokens)
     config = uvicorn.Config(
         app_of(server, cors), http=PatientProtocol, ws="none", lifespan="off", log_config=None,
-        log_level="critical", access_log=False, proxy_headers=False, server_header=False,
+        log_level="error", access_log=False, proxy_headers=False, server_header=False,
         limit_concurrency=MAX_CONNECTIONS, h11_max_incomplete_event_size=MAX_HEADER,
         timeout_keep_alive=60,
     )  # fmt: skip
