@@ -6,6 +6,8 @@ import pytest
 from architectures import tiny
 from commands import call, succeed
 from gguf_files import SIZES, write_gguf, write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from toys import toy_decoder
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
@@ -13,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.runtime.text import NewText
+from sequoia_plan.runtime.text import NewText, TextBefore
 
 
 @pytest.mark.parametrize("swapped", [True, False])
@@ -87,6 +89,19 @@ def test_characters_that_tokens_split(pieces):
         text = NewText(pieces, prompt, {})
         assert [text.add([token]) for token in tokens] == parts
         assert text.rest() == ("" if parts[-1] else "\ufffd")
+
+
+LETTERS = st.text("ab", min_size=1, max_size=4)
+
+
+@given(st.lists(LETTERS, max_size=3), st.lists(LETTERS, max_size=6))
+def test_the_first_complete_string_ends_a_text_however_it_comes(strings, parts):
+    before, text, expected = TextBefore(strings), "".join(parts), "".join(parts)
+    known = "".join(map(before.add, parts)) + before.waiting
+    for end in range(len(text), 0, -1):
+        if found := [string for string in strings if text[:end].endswith(string)]:
+            expected = text[: end - len(max(found, key=len))]
+    assert known == expected
 
 
 def test_text_that_goes_on_gets_no_space(pieces):
