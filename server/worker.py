@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -147,9 +148,18 @@ class Worker:
             return text.step.sequence.num_shared(ids)
 
         text = max(self.texts, key=shared)
-        if shared(text) < text.step.sequence.num_read / 2:  # most of that text would be lost
-            text = self._new_text()
-        choice.cached = shared(text)
+        choice.cached = count = shared(text)
+        if count < text.step.sequence.num_read / 2:  # most of that text would be lost
+            source, text = text.step.sequence, self._new_text()
+            copy, drafter = text.step.sequence, text.step.drafter
+            caches = self.pair.target.new_cache, drafter.new_cache if drafter else None
+            copy.reserve(len(source.tokens), *caches)
+            with suppress(ValueError):  # the first pass allocates the caches of a PyTorch module
+                copy.target.take(source.target, count)
+                copy.draft.take(source.draft, count)
+                copy.tokens[:count] = source.tokens[:count]
+                copy.num_read = count
+            choice.cached = copy.num_read
         self.texts = [each for each in self.texts if each is not text] + [text]
         while sum(len(each.step.sequence.tokens) for each in self.texts[:-1]) > self.memory:
             del self.texts[0]
