@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.runtime.generation import stop_list
-from sequoia_plan.runtime.text import text_ids
 from sequoia_plan.server.prompts import conversation, infill, prompts_of
 from sequoia_plan.server.requests import Json, Request, read
 from sequoia_plan.server.responses import CHAT, COMPLETION, NATIVE, Answer
@@ -171,9 +170,8 @@ def text_of(path: str, worker: Worker, request: Request) -> Json:
     if path == "/detokenize":
         check(request.tokens, len(request.tokens) + 1, len(tokenizer))
         return {"content": tokenizer.decode(request.tokens)}
-    if request.add_special:
-        return {"tokens": text_ids(tokenizer, request.content)}
-    return {"tokens": tokenizer(request.content, add_special_tokens=False)["input_ids"]}
+    encoded = tokenizer(request.content, add_special_tokens=request.add_special)
+    return {"tokens": encoded["input_ids"]}
 
 
 def job_of(path: str, server: Server, emit: Callable[[Any], object], request: Request) -> Job:

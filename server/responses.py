@@ -26,9 +26,7 @@ SHAPES = json.loads("""{
         "stop": "is over", "model": "model", "tokens_predicted": "new", "tokens_evaluated": "read",
         "generation_settings": "settings", "prompt": "prompt", "has_new_line": "has line",
         "truncated": "never", "stop_type": "stop type", "stopping_word": "stop word",
-        "tokens_cached": "total", "timings": "timings", "completion_probabilities": "entries"},
-    "usage": {"prompt_tokens": "read", "completion_tokens": "new", "total_tokens": "total",
-        "prompt_tokens_details": {"cached_tokens": "cached"}}
+        "tokens_cached": "total", "timings": "timings", "completion_probabilities": "entries"}
 }""")
 """The names of an answer, and under which other name `fill` finds the value of each, if any."""
 OPENED = "<tool_call>"
@@ -40,10 +38,10 @@ LEAST = -9999.0
 """The log-probability of a token that filters have removed; JSON has no infinity."""
 
 
-def fill(shape: Any, values: Json) -> Json:
-    """An object of a shape, or of the shape of this name."""
+def fill(shape: Json, values: Json) -> Json:
+    """An object of a shape."""
     filled: Json = {}
-    for name, part in (SHAPES[shape] if isinstance(shape, str) else shape).items():
+    for name, part in shape.items():
         if isinstance(part, dict):
             filled[name] = fill(part, values)
         elif part in values:
@@ -82,9 +80,10 @@ class Answer:
         prompts = choices[:: self.job.request.n]
         read = sum(len(choice.prompt) for choice in prompts)
         new = sum(choice.result.new_tokens for choice in choices if choice.result)
-        counts = {"read": read, "new": new, "total": read + new}
-        counts["cached"] = sum(choice.cached for choice in prompts)
-        return {"usage": fill("usage", counts), "timings": timings(choices[0])}
+        cached = {"cached_tokens": sum(choice.cached for choice in prompts)}
+        counts = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+        usage = counts | {"prompt_tokens_details": cached}
+        return {"usage": usage, "timings": timings(choices[0])}
 
     def entry(self, choice: Choice) -> Json:
         """What is new of a choice, and if it has ended, all about it."""
@@ -118,7 +117,7 @@ class Answer:
                 probs = {"content": entries}
                 values |= {"entries": entries, "probs": probs, "probs or null": probs}
         values["content"], choice.sent = content[max(start, 0) :], len(content)
-        entry = fill(self.common["object"], values)
+        entry = fill(SHAPES[self.common["object"]], values)
         return selected(entry, request.response_fields) if result else entry
 
     def probs(self, tokens: list[int], result: Any) -> list[Json]:

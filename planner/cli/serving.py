@@ -7,7 +7,7 @@ import click
 
 from sequoia_plan.planner.cli import options
 from sequoia_plan.planner.cli.decoding import optional_tree_option, tree_for
-from sequoia_plan.planner.cli.pair import load_pair
+from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
 
 
 @click.command()
@@ -39,7 +39,10 @@ def serve(
     def load() -> Worker:
         """The models, with what decodes."""
         pair = load_pair(**models)
-        click.echo(remark, err=True)
+        if remark:
+            click.echo(remark, err=True)
+        else:
+            warn_if_foreign(tree.plan, pair)
         return Worker(pair, tree, settings, cache_tokens)
 
     with suppress(KeyboardInterrupt):
