@@ -121,7 +121,8 @@ async def stream(texts: Answer, events: asyncio.Queue[Any]) -> AsyncIterator[str
     try:
         while True:
             try:
-                event = await asyncio.wait_for(events.get(), COMMENT_SECONDS)
+                async with asyncio.timeout(COMMENT_SECONDS):
+                    event = await events.get()
             except TimeoutError:
                 yield ": the prompt is read, or others are answered\n\n"
                 continue
