@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.plan import NO_PLAN, Plan
+from sequoia_plan.artifacts.plan import NO_PLAN, Plan, Rung
 
 IntArray = NDArray[np.int32]
 
@@ -199,8 +199,12 @@ class TokenTree:
 
     @property
     def all_trees(self) -> list[TokenTree]:
-        """The trees by match of this tree, and then of each tree by context."""
-        return [t for part in (self, *self.by_context.values()) for t in part.portfolio.values()]
+        """The trees by match of this tree, and then of each tree by context, with their rungs."""
+        all_trees: list[TokenTree] = []
+        for tree in (self, *self.by_context.values()):
+            all_trees += tree.portfolio.values()
+            all_trees += map(tree_of, itertools.chain(*tree.plan.rungs))
+        return all_trees
 
     def for_context(self, length: int) -> TokenTree:
         """The tree for a text of so many tokens; it has trees by match of its own."""
@@ -229,6 +233,12 @@ class TokenTree:
 
     def __repr__(self) -> str:
         return f"TokenTree({self})"
+
+
+@cache
+def tree_of(rung: Rung) -> TokenTree:
+    """The tree of a plan's rung; raises SequoiaPlanError if its parents are not those of one."""
+    return TokenTree(np.array(rung.parents), looks_up=rung.looks_up)
 
 
 def children_of(tree: TokenTree) -> list[list[int]]:

@@ -60,7 +60,7 @@ class CapturedStep(TreeStep):
     def prefill(
         self, prompt: Tensor, max_new_tokens: int, seed: int | None = None, *, reuse: bool = False
     ) -> None:
-        """Start a sequence; it has room for all trees by match and by context.
+        """Start a sequence; it has room for all trees that its steps may take.
 
         `reuse`: what the models have read of the prompt is not read again. `prompt` int64 [n].
         """

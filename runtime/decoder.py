@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -14,7 +15,8 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.state import FIRST_BALANCE, State
+from sequoia_plan.artifacts.state import State, choices_at
+from sequoia_plan.artifacts.tree import NO_SPECULATION
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
@@ -30,13 +32,16 @@ from sequoia_plan.runtime.generation import (
     stop_criteria,
     whole_number,
 )
-from sequoia_plan.runtime.pace import MAX_CONTEXTS, note_pace
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.session import Session
 from sequoia_plan.runtime.text import NewText, TextStream
 
 SEEDS = (-(1 << 63), (1 << 64) - 1)
 """The first and the last seed that PyTorch's generators take."""
+TOLERANCE = 1.15
+"""A machine is another one if the plan's steps take longer or less by this factor."""
+MAX_CONTEXTS = 4
+"""In texts longer than the profiled context by more than this factor, steps take longer anyway."""
 
 
 class SequoiaDecoder:
@@ -99,15 +104,16 @@ class SequoiaDecoder:
                 "tree: its spine is looked up; expected a tree for texts without a match, with "
                 "this one in its `by_match`"
             )
-        trees = set(tree.all_trees)
-        # a step that is launched before the last one was read cannot depend on that
-        is_read_first = len(trees) > 1 or models.graphs is None
-        is_fast = tree.plan.objective == "speed" and tree.plan.plain_seconds is not None
-        self.falls_back = is_fast and is_read_first
-        trees |= {TokenTree.chain(1)} if self.falls_back else set()
+        trees, plans = set(tree.all_trees), [t.plan for t in (tree, *tree.by_context.values())]
+        self.chooses = all(plan.objective == "speed" and plan.plain_seconds for plan in plans)
+        if not tree.by_match and not tree.by_context and models.graphs is not None:
+            # a step that is launched before the last one was read cannot depend on that
+            trees, self.chooses = {tree}, False
+        trees |= {NO_SPECULATION} if self.chooses else set()
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
-        self.step, self.pace = self.step_of_tree[tree], list[float]()
+        self.step, self.clock, self.has_warned = self.step_of_tree[tree], models.clock, False
+        self.state = self.first_state = State(0, 0, speed=tree.plan.predicted_speedup or 1.0)
         stream, latency = models.target.stream, tree.plan.latency
         if stream and latency and latency.stream:
             stream.keep_most_chosen(latency.stream.expert_counts)
@@ -133,6 +139,7 @@ class SequoiaDecoder:
         output_logits: bool = False,
         output_scores: bool = False,
         reuse_prefix: bool = False,
+        timed: bool | None = None,
     ) -> Generation:
         """Generate after a prompt.
 
@@ -163,6 +170,10 @@ class SequoiaDecoder:
             output_scores: return them after processors, temperature and filters.
             reuse_prefix: do not read again what the decoder has last read, as far as the prompt
                 begins with it.
+            timed: choose the tree of each step by what steps take on this machine and by what
+                earlier texts gained, where the tree's plan has times and steps are not CUDA graphs.
+                False: by planned times and this text alone, so that with a seed a text is
+                repeatable. None: False with a seed, else True.
 
         Raises:
             SequoiaPlanError: if the prompt is empty, a batch or too long for the context, a setting
@@ -173,6 +184,7 @@ class SequoiaDecoder:
         most = whole_number("max_new_tokens", max_new_tokens)
         max_new_tokens = model.context if most is None else most
         seed = whole_number("seed", seed, *SEEDS)
+        is_timed = seed is None if timed is None else timed
         if sampling is None:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
@@ -197,6 +209,7 @@ class SequoiaDecoder:
         all_steps = self.steps(
             prompt, max_new_tokens, sampling, seed,
             path_logits=path_logits, keeps_logits=bool(record.parts), reuse_prefix=reuse_prefix,
+            timed=is_timed,
         )  # fmt: skip
         with closing(all_steps) as steps:
             if finish_reason:  # no step: the prompt is read, and that is all
@@ -211,6 +224,7 @@ class SequoiaDecoder:
                     streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
+        self._compare_with_plan()
         sequences = torch.tensor([prompt_ids + new_ids], device=self.step.device)
         text = None
         if tokenizer is not None:
@@ -220,6 +234,25 @@ class SequoiaDecoder:
         return Generation(
             sequences, len(new_ids), num_steps, seconds, finish_reason, text, **record.tensors()
         )
+
+    def _compare_with_plan(self) -> None:
+        """Say so, once, if steps with the plan's tree do not take what was planned."""
+        length, match_length, *_ = self.state
+        plan = self.step.tree.for_context(length).plan
+        context = plan.latency.context if plan.latency else 0
+        if not 0 < length <= MAX_CONTEXTS * context or self.has_warned:
+            return
+        choices = choices_at(self.step.tree, length, match_length, self.chooses)
+        mean = self.clock.plain + self.clock.mean_of(choices[0].tree)
+        factor = math.exp(mean) / (plan.plain_seconds or 1.0)
+        if not 1 / TOLERANCE <= factor <= TOLERANCE:
+            self.has_warned = True
+            chosen = self.state.choose(self.clock.measured(choices))
+            logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
+                f"steps with the plan's tree take {factor:.2f} times as long as planned: this "
+                f"machine is not as profiled, or busy; taken instead: {chosen.tree}. For trees "
+                "that suit it: sequoia-plan profile, then sequoia-plan solve"
+            )
 
     def refresh(self) -> None:
         """Take the models' weights anew, after changes that leave no trace (through `.data`)."""
@@ -264,48 +297,47 @@ class SequoiaDecoder:
         path_logits: PathLogits | None = None,
         keeps_logits: bool = False,
         reuse_prefix: bool = False,
+        timed: bool = False,
     ) -> Generator[StepOutput, None, None]:
         """Prefill `prompt` (int64 [n]), then yield steps until the limit or the context's end.
 
         From the first step to the last, or until the iterator is closed, other threads wait for the
         decoder. The tree never shrinks: near the end of the context, nodes beyond it are cut off
-        the result. Before each step, the state of the committed text decides which tree runs. With
-        `launches_ahead`, a step that is needed in any case is launched before the tokens of the
-        step before it are read.
+        the result. Before each step, the state of the committed text decides which tree runs, and
+        if `timed`, so do the times of earlier steps. With `launches_ahead`, a step that is needed
+        in any case is launched before the tokens of the step before it are read.
 
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
                 not finite.
         """
-        step, tree, sequence = self.step, self.step.tree, self.step.sequence
+        step, tree, sequence, clock = self.step, self.step.tree, self.step.sequence, self.clock
         with sequence.lock.hold():
             sequence.path_logits, sequence.keeps_logits = path_logits, keeps_logits
             seed = 0 if sampling.greedy else seed
             step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
+            # CUDA graphs are captured in steps, and the host takes part in those by parts
+            timed &= self.chooses and step.models.graphs is None and not step.runs_by_parts
             length = prompt.numel() - 1
             match_length = int(step.look_up()) if step.lookup else 0
-            state = State(length, match_length, FIRST_BALANCE if self.falls_back else math.inf)
-            step = self.step_of_tree[state.tree_of(tree)]
+            balance_and_speed = (self.state if timed else self.first_state)[2:4]
+            state = State(length, match_length, *balance_and_speed)
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
-                started = time.perf_counter()
+                choices = choices_at(tree, length, state.match_length, self.chooses)
+                choice = state.choose(clock.measured(choices) if timed else choices)
+                step = self.step_of_tree[choice.tree]
+                started = clock.now()
                 read_output = launched or step.launch(length, sampling)
                 max_length, launched = length + step.tree.depth, None
                 if step.launches_ahead and max_length < end:
                     launched = step.launch(max_length, sampling)
                 output = read_output(length)
-                if not (step.launches_ahead or step.runs_by_parts):
-                    self._note_pace(state, time.perf_counter() - started)
+                if timed:
+                    choice = clock.note(choice, clock.now() - started)
                 length += len(output.tokens)
                 sequence.num_read = length
+                state = state.after_step(choice, len(output.tokens), output.match_length)
+                self.state = state if timed else self.state
                 yield output
-                state = state.after_step(tree, len(output.tokens), output.match_length)
-                step = self.step_of_tree[state.tree_of(tree)]
-
-    def _note_pace(self, state: State, seconds: float) -> None:
-        """Compare the seconds of a step with those that its plan has for this state."""
-        plan = self.step.tree.for_context(state.length).plan
-        planned = state.planned_seconds(plan)
-        if planned and plan.latency and state.length <= MAX_CONTEXTS * plan.latency.context:
-            note_pace(self.pace, seconds / planned)

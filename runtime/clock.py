@@ -1,0 +1,70 @@
+"""What steps take on the machine as it is now."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts.state import Choice
+from sequoia_plan.artifacts.tree import NO_SPECULATION
+
+MIN_PLAIN = 1.5
+"""What timed plain steps must count for, because others are timed in them."""
+MEMORY, STALE = 8, 2048
+"""Steps of a tree that its mean counts, and steps of any after which one counts a third, about."""
+SURPRISE = 0.3
+"""A step that differs so much from what was expected, in logarithms, halves what all count for."""
+
+
+class Clock:
+    """Times the steps of a pair of models as texts take them, and none beside.
+
+    `plain` is the mean logarithm of a plain step's seconds, `means` are those of the times of trees
+    over the planned, in plain steps. A tree that was timed n times lately may take 1 + 1 / (1 + n)
+    times less than its mean: so it is taken, and timed, if it could then be the best.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now, self.follows_plain, self.plain, self.last_mean = now, False, math.nan, 0.0
+        self.means = {NO_SPECULATION: 0.0}
+        self.counts: defaultdict[TokenTree, float] = defaultdict(float)
+
+    def measured(self, choices: Sequence[Choice]) -> Sequence[Choice]:
+        """The choices as measured; the last, plain steps, alone while those are to be timed.
+
+        What was not timed differs from its plan as the last timed tree does.
+        """
+        if self.counts[NO_SPECULATION] < MIN_PLAIN:
+            return choices[-1:]
+        return [
+            choice._replace(
+                cost=choice.cost * math.exp(self.mean_of(choice.tree)),
+                doubt=1 / (1 + self.counts[choice.tree]),
+            )
+            for choice in choices
+        ]
+
+    def mean_of(self, tree: TokenTree) -> float:
+        """The logarithm of a tree's time over the planned, in plain steps."""
+        return self.means.get(tree, self.last_mean)
+
+    def note(self, choice: Choice, seconds: float) -> Choice:
+        """Count a step of these seconds; returns its measured choice with what it now costs."""
+        tree, follows_plain = choice.tree, self.follows_plain
+        self.follows_plain = is_plain = tree.size == 1
+        if is_plain and not follows_plain:
+            return choice  # it finds less of the weights in the processor's cache
+        if math.isnan(self.plain):
+            self.plain = math.log(seconds)
+        change = math.log(seconds / choice.cost) - self.plain
+        fade = 1 / 2 if abs(change) > SURPRISE else 1 - 1 / STALE
+        for other in self.counts:
+            self.counts[other] *= fade
+        self.counts[tree] += 1
+        change /= min(1 + self.counts[tree], MEMORY)
+        if is_plain:
+            self.plain += change
+            return choice
+        self.means[tree] = self.last_mean = self.mean_of(tree) + change
+        return choice._replace(cost=choice.cost * math.exp(change))
