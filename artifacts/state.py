@@ -21,7 +21,7 @@ MEMORY = 64
 """Steps after which what a text accepted counts a third, about."""
 IN_DOUBT = 0.4
 """Doubt from which a step is one that times its tree, and is not charged."""
-EQUAL = 0.02
+EQUAL = 0.08
 """Expected tokens by which another tree must be better than the plan's."""
 
 
@@ -44,17 +44,18 @@ class Choice(NamedTuple):
 def choices_at(tree: TokenTree, length: int, match_length: int, chooses: bool) -> list[Choice]:
     """The tree of such a text, and if a step `chooses`, the plan's rungs and no speculation."""
     tree = tree.for_context(length)
-    plan, planned = tree.plan, tree.for_match(match_length)
+    plan: Any = tree.plan
+    planned = tree.for_match(match_length)
     if not chooses:
         return [Choice(planned)]
     reached = [part for part in plan.by_match if part.match_length <= match_length]
-    options: list[Any] = [(planned if planned.size > 1 else NO_SPECULATION, [plan, *reached][-1])]
+    options = [(planned if planned.size > 1 else NO_SPECULATION, [plan, *reached][-1])]
     for rungs in plan.rungs[max(len(reached), 1) - 1 :][:1]:
         options += [(tree_of(rung), rung) for rung in rungs]
-    return [
-        Choice(t, p.expected_tokens or 1.0, (p.step_seconds or 1.0) / (plan.plain_seconds or 1.0))
-        for t, p in options
-    ] + [Choice(NO_SPECULATION)]
+    choices = [
+        Choice(t, p.expected_tokens, p.step_seconds / plan.plain_seconds) for t, p in options
+    ]
+    return [*choices, Choice(NO_SPECULATION)]
 
 
 class State(NamedTuple):

@@ -11,22 +11,24 @@ from sequoia_plan.artifacts.tree import NO_SPECULATION
 
 MIN_PLAIN = 1.5
 """What timed plain steps must count for, because others are timed in them."""
-MEMORY, STALE = 8, 2048
+MEMORY, STALE = 16, 2048
 """Steps of a tree that its mean counts, and steps of any after which one counts a third, about."""
-SURPRISE = 0.3
-"""A step that differs so much from what was expected, in logarithms, halves what all count for."""
+SURPRISE, MAX_CHANGE = 0.25, 0.03
+"""Two steps in a row that differ so much from their means halve what all count for, and what their
+tree has counted for is gone; else a step moves its mean by so much at most. In logarithms."""
 
 
 class Clock:
     """Times the steps of a pair of models as texts take them, and none beside.
 
     `plain` is the mean logarithm of a plain step's seconds, `means` are those of the times of trees
-    over the planned, in plain steps. A tree that was timed n times lately may take 1 + 1 / (1 + n)
-    times less than its mean: so it is taken, and timed, if it could then be the best.
+    over the planned, in plain steps. A tree that was timed n times lately may take 1 / (1 + n * n)
+    less than its mean: so it is taken, and timed, if it could then be the best.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now, self.follows_plain, self.plain, self.last_mean = now, False, math.nan, 0.0
+        self.now, self.follows_plain, self.plain = now, False, math.nan
+        self.last_mean = self.last_change = 0.0
         self.means = {NO_SPECULATION: 0.0}
         self.counts: defaultdict[TokenTree, float] = defaultdict(float)
 
@@ -40,7 +42,7 @@ class Clock:
         return [
             choice._replace(
                 cost=choice.cost * math.exp(self.mean_of(choice.tree)),
-                doubt=1 / (1 + self.counts[choice.tree]),
+                doubt=1 / (1 + self.counts[choice.tree] ** 2),
             )
             for choice in choices
         ]
@@ -57,12 +59,17 @@ class Clock:
             return choice  # it finds less of the weights in the processor's cache
         if math.isnan(self.plain):
             self.plain = math.log(seconds)
-        change = math.log(seconds / choice.cost) - self.plain
-        fade = 1 / 2 if abs(change) > SURPRISE else 1 - 1 / STALE
+        change, last_change = math.log(seconds / choice.cost) - self.plain, self.last_change
+        self.last_change = change
+        fade = 1 - 1 / STALE
+        if min(abs(change), abs(last_change)) > SURPRISE:
+            fade, self.counts[tree] = 1 / 2, min(self.counts[tree], 1.0)
         for other in self.counts:
             self.counts[other] *= fade
-        self.counts[tree] += 1
         change /= min(1 + self.counts[tree], MEMORY)
+        if self.counts[tree] > 1:
+            change = max(-MAX_CHANGE, min(change, MAX_CHANGE))
+        self.counts[tree] += 1
         if is_plain:
             self.plain += change
             return choice

@@ -184,7 +184,6 @@ class SequoiaDecoder:
         most = whole_number("max_new_tokens", max_new_tokens)
         max_new_tokens = model.context if most is None else most
         seed = whole_number("seed", seed, *SEEDS)
-        is_timed = seed is None if timed is None else timed
         if sampling is None:
             sampling = Sampling(temperature, top_p, verifier=verifier_of(self.step.tree))
         prompt = read_prompt(input_ids, tokenizer, attention_mask, model).to(self.step.device)
@@ -209,7 +208,7 @@ class SequoiaDecoder:
         all_steps = self.steps(
             prompt, max_new_tokens, sampling, seed,
             path_logits=path_logits, keeps_logits=bool(record.parts), reuse_prefix=reuse_prefix,
-            timed=is_timed,
+            timed=timed,
         )  # fmt: skip
         with closing(all_steps) as steps:
             if finish_reason:  # no step: the prompt is read, and that is all
@@ -238,20 +237,20 @@ class SequoiaDecoder:
     def _compare_with_plan(self) -> None:
         """Say so, once, if steps with the plan's tree do not take what was planned."""
         length, match_length, *_ = self.state
-        plan = self.step.tree.for_context(length).plan
+        plan: Any = self.step.tree.for_context(length).plan
         context = plan.latency.context if plan.latency else 0
-        if not 0 < length <= MAX_CONTEXTS * context or self.has_warned:
+        if self.has_warned or not 0 < length <= MAX_CONTEXTS * context:
             return
-        choices = choices_at(self.step.tree, length, match_length, self.chooses)
+        choices = choices_at(self.step.tree, length, match_length, chooses=True)
+        chosen = self.state.choose(self.clock.measured(choices)).tree
         mean = self.clock.plain + self.clock.mean_of(choices[0].tree)
-        factor = math.exp(mean) / (plan.plain_seconds or 1.0)
-        if not 1 / TOLERANCE <= factor <= TOLERANCE:
-            self.has_warned = True
-            chosen = self.state.choose(self.clock.measured(choices))
+        factor = math.exp(mean) / plan.plain_seconds
+        self.has_warned = not 1 / TOLERANCE <= factor <= TOLERANCE
+        if self.has_warned:
             logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
                 f"steps with the plan's tree take {factor:.2f} times as long as planned: this "
-                f"machine is not as profiled, or busy; taken instead: {chosen.tree}. For trees "
-                "that suit it: sequoia-plan profile, then sequoia-plan solve"
+                f"machine is not as profiled, or busy; the choice now: {chosen}. For trees that "
+                "suit it: sequoia-plan profile, then sequoia-plan solve"
             )
 
     def refresh(self) -> None:
@@ -297,15 +296,15 @@ class SequoiaDecoder:
         path_logits: PathLogits | None = None,
         keeps_logits: bool = False,
         reuse_prefix: bool = False,
-        timed: bool = False,
+        timed: bool | None = None,
     ) -> Generator[StepOutput, None, None]:
         """Prefill `prompt` (int64 [n]), then yield steps until the limit or the context's end.
 
         From the first step to the last, or until the iterator is closed, other threads wait for the
         decoder. The tree never shrinks: near the end of the context, nodes beyond it are cut off
-        the result. Before each step, the state of the committed text decides which tree runs, and
-        if `timed`, so do the times of earlier steps. With `launches_ahead`, a step that is needed
-        in any case is launched before the tokens of the step before it are read.
+        the result. Before each step, what was committed decides which tree runs, and if `timed` (as
+        for `generate`), so do the times of earlier steps. With `launches_ahead`, a step that is
+        needed in any case is launched before the tokens of the step before it are read.
 
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
@@ -314,6 +313,7 @@ class SequoiaDecoder:
         step, tree, sequence, clock = self.step, self.step.tree, self.step.sequence, self.clock
         with sequence.lock.hold():
             sequence.path_logits, sequence.keeps_logits = path_logits, keeps_logits
+            timed = seed is None if timed is None else timed
             seed = 0 if sampling.greedy else seed
             step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
             # CUDA graphs are captured in steps, and the host takes part in those by parts

@@ -49,7 +49,12 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 @file_option("--json-schema", text="Only texts that this JSON schema allows.")
 @name_option("--regex", text="Only texts that match this regular expression.")
 @file_option("--grammar", text="Only texts of this grammar (GBNF).")
-@count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
+@count_option("--seed", default=None, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
+@click.option(
+    "--repeatable",
+    is_flag=True,
+    help="Choose trees by planned times and not by this machine's, as with --seed.",
+)
 @json_option
 def generate(
     tree_file: str | None,
@@ -62,7 +67,8 @@ def generate(
     json_schema: str | None,
     regex: str | None,
     grammar: str | None,
-    seed: int,
+    seed: int | None,
+    repeatable: bool,
     as_json: bool,
 ) -> None:
     """Generate text with a compiled tree."""
@@ -113,7 +119,7 @@ def generate(
         return decoder.generate(
             messages if raw else encode(pair.tokenizer, messages),
             max_new_tokens,
-            seed=seed,
+            seed=0 if repeatable and seed is None else seed,
             streamer=None if as_json else printer,
             sampling=settings,
             constraint=constraint,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sequoia_plan.artifacts import Plan, TokenTree
+from sequoia_plan.artifacts import Latency, Plan, TokenTree
 from sequoia_plan.artifacts.plan import Rung
 from sequoia_plan.models.backends import loaded
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
@@ -41,6 +41,7 @@ def planned(tree, cost, tokens=None, rungs=()):
         expected_tokens=tokens,
         step_seconds=cost,
         predicted_speedup=tokens / cost,
+        latency=Latency({1: 1.0}, {1: 0.1}, context=1000),
         rungs=([Rung(tuple(t.parents.tolist()), yielded, c) for t, c, yielded in rungs],),
     )
     return replace(tree, plan=plan)
