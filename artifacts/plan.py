@@ -29,15 +29,6 @@ class Interval(Artifact, frozen=True):
     predicted_speedup: Annotated[IntervalEnds | None, "predicted speed-up at its ends"] = None
 
 
-class Rung(Artifact, frozen=True):
-    """A tree for machines on which the further rows of a pass cost more or less than planned."""
-
-    parents: Annotated[tuple[int, ...], "the parent of each node; -1 for the root"]
-    expected_tokens: Annotated[TokensPerStep, "tokens that a step with it yields on average"]
-    step_seconds: Annotated[Seconds, "predicted duration of such a step"]
-    looks_up: Annotated[bool, "whether its spine is looked up"] = False
-
-
 class MatchPlan(Artifact, frozen=True):
     """The part of a plan for steps whose match has a length in one range (artifacts/lookup.py)."""
 
@@ -118,17 +109,6 @@ class Plan(Artifact, frozen=True, kw_only=True):
         "those of all classes together, each with its share of steps; the bound holds for "
         "these shares",
     ] = ()
-    rungs: Annotated[
-        tuple[tuple[Rung, ...], ...],
-        "by class of match (one without `by_match`), the trees that are the fastest where all rows "
-        "of a target's pass but the first cost 1/8 to 16 times what was measured. A reader that "
-        "measures times may take them",
-    ] = ()
-    holds_between: Annotated[
-        IntervalEnds | None,
-        "what these rows may cost, as a share of what was measured, so that the tree (or the trees "
-        "by match) stays the fastest",
-    ] = None
     tree_speedup: Annotated[
         SpeedupFactor | None,
         "with `by_match`: the predicted speed-up, on the same texts, of the fastest single "

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sequoia_plan.artifacts.tree import NO_SPECULATION, TokenTree, tree_of
+from sequoia_plan.artifacts.expected_tokens import expected_tokens, most_valuable_nodes
+from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.artifacts.tree import NO_SPECULATION, TokenTree, last_reached
 
 MAX_LOSS = 0.02
 """What a text may lose against plain decoding in the long run, as a share of its time."""
@@ -19,6 +21,8 @@ PRIOR = 8.0
 """Accepted tokens that the plan's expectation counts for, beside those of the text."""
 MEMORY = 64
 """Steps after which what a text accepted counts a third, about."""
+RUNGS = (2, 4, 8, 16, 32)
+"""Nodes of the trees that steps may take in place of the plan's."""
 IN_DOUBT = 0.4
 """Doubt from which a step is one that times its tree, and is not charged."""
 EQUAL = 0.08
@@ -41,21 +45,28 @@ class Choice(NamedTuple):
     doubt: float = 0.0
 
 
-def choices_at(tree: TokenTree, length: int, match_length: int, chooses: bool) -> list[Choice]:
-    """The tree of such a text, and if a step `chooses`, the plan's rungs and no speculation."""
-    tree = tree.for_context(length)
-    plan: Any = tree.plan
-    planned = tree.for_match(match_length)
-    if not chooses:
-        return [Choice(planned)]
-    reached = [part for part in plan.by_match if part.match_length <= match_length]
-    options = [(planned if planned.size > 1 else NO_SPECULATION, [plan, *reached][-1])]
-    for rungs in plan.rungs[max(len(reached), 1) - 1 :][:1]:
-        options += [(tree_of(rung), rung) for rung in rungs]
-    choices = [
-        Choice(t, p.expected_tokens, p.step_seconds / plan.plain_seconds) for t, p in options
-    ]
-    return [*choices, Choice(NO_SPECULATION)]
+def choices_of(tree: TokenTree, match_length: int, max_children: int) -> list[Choice]:
+    """What steps with such a match may take: the plan's tree, no speculation, and rungs between.
+
+    A rung has the most valuable nodes within the levels of the plan's tree, by its acceptance and
+    times, and where the spine is looked up, no more children of a node.
+    """
+    plan, planned = tree.plan, tree.for_match(match_length)
+    part: Any = last_reached({0: plan, **{p.match_length: p for p in plan.by_match}}, match_length)
+    plain, choices = plan.plain_seconds or 1.0, [Choice(NO_SPECULATION)]
+    if plan.latency and part.acceptance:
+        times = StepTime(plan.latency, plan.drafting, bool(plan.by_match))
+        most = planned.branching if planned.looks_up else max_children
+        rates = part.acceptance.rates[:, :, :most]
+        for size in RUNGS:
+            nodes = most_valuable_nodes(rates, size, planned.depth)
+            if len(nodes) == size <= times.largest_size():
+                drafted = TokenTree.from_parents(parent for _, parent in nodes)
+                rung = TokenTree(drafted.parents, looks_up=planned.looks_up)
+                cost = times.step_seconds(rung) / plain
+                choices.insert(0, Choice(rung, expected_tokens(rung, rates), cost))
+    own = Choice(planned, part.expected_tokens, part.step_seconds / plain)
+    return [own if planned.size > 1 else choices[-1], *choices]
 
 
 class State(NamedTuple):
@@ -67,7 +78,7 @@ class State(NamedTuple):
         balance: how many plain steps trees have gained on plain decoding. Below 0 a step has no
             tree; it then rises by `MAX_LOSS` a token.
         speed: tokens in the time of a plain step, lately: what time is worth.
-        counts: of steps of this text whose spine is drafted, and of those whose is looked up, the
+        counts: of steps whose spine is drafted, and of those whose is looked up, the
             tokens beyond one a step, and how many the plan expected; older steps count less.
     """
 
@@ -82,7 +93,6 @@ class State(NamedTuple):
 
         F is what the text's own tokens make of the plan's, and S the speed.
         """
-        planned, plain = choices[0], choices[-1]
 
         def gain(choice: Choice) -> float:
             """Expected tokens less one, and less those that the step's time is worth."""
@@ -90,9 +100,10 @@ class State(NamedTuple):
             tokens = (choice.tokens - 1) * (PRIOR + yielded) / (PRIOR + expected)
             return tokens - self.speed * choice.cost / (1 + choice.doubt)
 
-        best = plain if self.balance < 0 else max(choices, key=gain)
-        is_better = self.balance < 0 or gain(best) > gain(planned) + EQUAL
-        return best if is_better else planned
+        if self.balance < 0:
+            return choices[-1]
+        best = max(choices, key=gain)
+        return best if gain(best) > gain(choices[0]) + EQUAL else choices[0]
 
     def after_step(self, choice: Choice, num_tokens: int, match_length: int) -> State:
         """The state after a step that took `choice`; one that times its tree is not charged."""

@@ -23,19 +23,11 @@ class StepTime:
     drafting: Drafting = LANGUAGE_MODEL
     looks_up: bool = False
     """Does each step look for the match of the text?"""
-    row_factor: float = 1.0
-    """What all rows of a target's pass but the first cost, as a share of what was measured."""
 
     @cached_property
     def target_seconds(self) -> Callable[[Any], Any]:
         """Gives the seconds of the target's pass over each number of nodes."""
-        points, first = self.latency.target, self.latency.target[1]
-        return _step_function(
-            {
-                n: first + self.row_factor * (s - first) if s > first else s
-                for n, s in points.items()
-            }
-        )
+        return _step_function(self.latency.target)
 
     @cached_property
     def draft_seconds(self) -> Callable[[Any], Any]:

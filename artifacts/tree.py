@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_plan.artifacts.errors import SequoiaPlanError
-from sequoia_plan.artifacts.plan import NO_PLAN, Plan, Rung
+from sequoia_plan.artifacts.plan import NO_PLAN, Plan
 
+T = TypeVar("T")
 IntArray = NDArray[np.int32]
 
 
@@ -199,20 +200,16 @@ class TokenTree:
 
     @property
     def all_trees(self) -> list[TokenTree]:
-        """The trees by match of this tree, and then of each tree by context, with their rungs."""
-        all_trees: list[TokenTree] = []
-        for tree in (self, *self.by_context.values()):
-            all_trees += tree.portfolio.values()
-            all_trees += map(tree_of, itertools.chain(*tree.plan.rungs))
-        return all_trees
+        """The trees by match of this tree, and then of each tree by context."""
+        return [t for part in (self, *self.by_context.values()) for t in part.portfolio.values()]
 
     def for_context(self, length: int) -> TokenTree:
         """The tree for a text of so many tokens; it has trees by match of its own."""
-        return _last_reached({0: self, **self.by_context}, length)
+        return last_reached({0: self, **self.by_context}, length)
 
     def for_match(self, match_length: int) -> TokenTree:
         """The tree for a text whose longest repeated suffix has so many tokens."""
-        return _last_reached(self.portfolio, match_length)
+        return last_reached(self.portfolio, match_length)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -235,20 +232,14 @@ class TokenTree:
         return f"TokenTree({self})"
 
 
-@cache
-def tree_of(rung: Rung) -> TokenTree:
-    """The tree of a plan's rung; raises SequoiaPlanError if its parents are not those of one."""
-    return TokenTree(np.array(rung.parents), looks_up=rung.looks_up)
-
-
 def children_of(tree: TokenTree) -> list[list[int]]:
     """The children of every node."""
     return [part.tolist() for part in np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)]
 
 
-def _last_reached(trees: Mapping[int, TokenTree], number: int) -> TokenTree:
-    """The tree with the largest key that is at most `number`."""
-    return trees[max(start for start in trees if start <= number)]
+def last_reached(values: Mapping[int, T], number: int) -> T:
+    """The value with the largest key that is at most `number`."""
+    return values[max(start for start in values if start <= number)]
 
 
 def _check_parents(parents: NDArray[Any], is_breadth_first: bool = False) -> None:

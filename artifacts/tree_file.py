@@ -113,7 +113,6 @@ def from_bytes(data: bytes, name: str) -> TokenTree:
             for length, part in header.by_context
         }
         tree = replace(_tree(header, tensors, ""), by_context=by_context)
-        _ = tree.all_trees  # which checks the parents of rungs
         # all other tensors follow from the parents
         for key, derived in _all_tensors(tree).items():
             stored = tensors.get(key, derived[:0])

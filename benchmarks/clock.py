@@ -56,7 +56,7 @@ def wrong_plans(profile: Profile, other_threads: Latency) -> dict[str, TokenTree
     assert latency
 
     def with_times(rows: float = 1.0, draft: float = 1.0) -> TokenTree:
-        """Passes over several rows, none below one over one row, and draft passes so much longer."""
+        """The tree where passes over several rows, and draft passes, take so many times as long."""
         first = latency.target[1]
         target = {n: max(first, rows * s) for n, s in latency.target.items()} | {1: first}
         drafts = {n: draft * s for n, s in latency.draft.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -47,6 +47,8 @@ class CapturedStep(TreeStep):
     """A `TreeStep` that runs as one call or CUDA graph if possible, else part by part."""
 
     compiled_tree: Any = None
+    others: Collection[TokenTree] = ()
+    """Trees that other steps with the same sequence may take."""
 
     @classmethod
     def of(cls, target: Any, draft: Any, tree: TokenTree, **options: Any) -> CapturedStep:
@@ -60,13 +62,13 @@ class CapturedStep(TreeStep):
     def prefill(
         self, prompt: Tensor, max_new_tokens: int, seed: int | None = None, *, reuse: bool = False
     ) -> None:
-        """Start a sequence; it has room for all trees that its steps may take.
+        """Start a sequence; it has room for all trees that steps may take.
 
         `reuse`: what the models have read of the prompt is not read again. `prompt` int64 [n].
         """
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
-        trees = self.tree.all_trees
+        trees = [*self.tree.all_trees, *self.others]
         max_size = max(tree.size for tree in trees)
         # the draft may not have read the last tokens as it reads a prompt
         unsettled = CATCH_UP_TOKENS + max(tree.depth for tree in trees) if reuse else None

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.state import State, choices_at
-from sequoia_plan.artifacts.tree import NO_SPECULATION
+from sequoia_plan.artifacts.state import Choice, State, choices_of
+from sequoia_plan.artifacts.tree import last_reached
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
@@ -104,14 +104,24 @@ class SequoiaDecoder:
                 "tree: its spine is looked up; expected a tree for texts without a match, with "
                 "this one in its `by_match`"
             )
-        trees, plans = set(tree.all_trees), [t.plan for t in (tree, *tree.by_context.values())]
-        self.chooses = all(plan.objective == "speed" and plan.plain_seconds for plan in plans)
-        if not tree.by_match and not tree.by_context and models.graphs is not None:
-            # a step that is launched before the last one was read cannot depend on that
-            trees, self.chooses = {tree}, False
-        trees |= {NO_SPECULATION} if self.chooses else set()
+        parts = {0: tree, **tree.by_context}
+        trees, plans = set(tree.all_trees), [part.plan for part in parts.values()]
+        # a step that is launched before the last one was read cannot depend on that
+        is_read_first = len(trees) > 1 or models.graphs is None
+        is_fast = all(plan.objective == "speed" and plan.plain_seconds for plan in plans)
+        self.chooses = is_fast and is_read_first
+        limit, chooses = models.max_children, self.chooses
+        self.choices = {
+            start: {
+                match: choices_of(t, match, limit) if chooses else [Choice(t.for_match(match))]
+                for match in {*t.portfolio, *(part.match_length for part in t.plan.by_match)}
+            }
+            for start, t in parts.items()
+        }
+        trees |= {c.tree for t in self.choices.values() for choices in t.values() for c in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
+        self.step_of_tree[tree].others = trees
         self.step, self.clock, self.has_warned = self.step_of_tree[tree], models.clock, False
         self.state = self.first_state = State(0, 0, speed=tree.plan.predicted_speedup or 1.0)
         stream, latency = models.target.stream, tree.plan.latency
@@ -234,6 +244,10 @@ class SequoiaDecoder:
             sequences, len(new_ids), num_steps, seconds, finish_reason, text, **record.tensors()
         )
 
+    def choices_at(self, length: int, match_length: int) -> list[Choice]:
+        """What the step after a text of so many tokens with such a match may take."""
+        return last_reached(last_reached(self.choices, length), match_length)
+
     def _compare_with_plan(self) -> None:
         """Say so, once, if steps with the plan's tree do not take what was planned."""
         length, match_length, *_ = self.state
@@ -241,7 +255,7 @@ class SequoiaDecoder:
         context = plan.latency.context if plan.latency else 0
         if self.has_warned or not 0 < length <= MAX_CONTEXTS * context:
             return
-        choices = choices_at(self.step.tree, length, match_length, chooses=True)
+        choices = self.choices_at(length, match_length)
         chosen = self.state.choose(self.clock.measured(choices)).tree
         mean = self.clock.plain + self.clock.mean_of(choices[0].tree)
         factor = math.exp(mean) / plan.plain_seconds
@@ -310,7 +324,7 @@ class SequoiaDecoder:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
                 not finite.
         """
-        step, tree, sequence, clock = self.step, self.step.tree, self.step.sequence, self.clock
+        step, sequence, clock = self.step, self.step.sequence, self.clock
         with sequence.lock.hold():
             sequence.path_logits, sequence.keeps_logits = path_logits, keeps_logits
             timed = seed is None if timed is None else timed
@@ -320,12 +334,12 @@ class SequoiaDecoder:
             timed &= self.chooses and step.models.graphs is None and not step.runs_by_parts
             length = prompt.numel() - 1
             match_length = int(step.look_up()) if step.lookup else 0
-            balance_and_speed = (self.state if timed else self.first_state)[2:4]
-            state = State(length, match_length, *balance_and_speed)
+            state = self.state if timed else self.first_state
+            state = state._replace(length=length, match_length=match_length)
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
-                choices = choices_at(tree, length, state.match_length, self.chooses)
+                choices = self.choices_at(length, state.match_length)
                 choice = state.choose(clock.measured(choices) if timed else choices)
                 step = self.step_of_tree[choice.tree]
                 started = clock.now()

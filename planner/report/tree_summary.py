@@ -129,13 +129,6 @@ def describe_states(tree: TokenTree) -> Iterator[str]:
             f"{class_tree.depth}, {part.expected_tokens:.3f} tokens a step, "
             f"{part.step_seconds * 1000:.1f} ms",
         )
-    if ends := tree.plan.holds_between:
-        count = len(tree.all_trees) - len(tree.portfolio)
-        yield _line(
-            "choice holds",
-            f"where all rows of a pass but the first cost {_low_to_high(ends)} times what was "
-            f"measured; {count} trees for others",
-        )
     if tree.plan.plain_seconds and (tree.size > 1 or tree.by_match):
         yield _line(
             "slower than plain",

@@ -6,15 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from sequoia_plan.artifacts import Acceptance, ArgumentError, Latency, Plan, Profile, TokenTree
 from sequoia_plan.artifacts.plan import provenance, tool_version
 from sequoia_plan.artifacts.prediction import predict
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.planner.solving.match.by_match import trees_by_match
-from sequoia_plan.planner.solving.match.portfolio import MatchProblem, rungs_beside
 from sequoia_plan.planner.solving.match.recorded import recorded
 from sequoia_plan.planner.solving.problem import Problem, SpeedProblem, proven_bound
 from sequoia_plan.planner.solving.promised import single_tree_figures
@@ -165,7 +162,6 @@ def _fastest_tree(profile: Profile, problem: SpeedProblem) -> tuple[TokenTree, d
     return tree, figures | {
         "upper_bound": max(figures["expected_tokens"], most_tokens(problem, tree.size)),
         "speedup_bound": proven_bound(figures["predicted_speedup"], bound),
-        **rungs_beside([MatchProblem(0, problem)], np.ones(1), [tree]),
     }
 
 

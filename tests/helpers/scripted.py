@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from enumeration import continued, outcomes, without_replacement
 
-from sequoia_plan.artifacts.state import State, choices_at
+from sequoia_plan.artifacts.state import State
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
 from sequoia_plan.runtime.verify.residual import without_looked_up
@@ -126,8 +126,7 @@ def chances_of_a_step(decoder, prompt, sampling, state, twin=None):
     step, script = decoder.step, sampling.script
     step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.all_trees), 0)
     match_length = int(step.look_up()) if step.lookup else 0
-    choices = choices_at(step.tree, len(prompt) - 1, match_length, decoder.chooses)
-    choice = state.choose(choices)
+    choice = state.choose(decoder.choices_at(len(prompt) - 1, match_length))
     step = decoder.step_of_tree[choice.tree]
     tree, vocabulary = step.tree, step.target.module.config.vocab_size
     step.refill_random_numbers(sampling)

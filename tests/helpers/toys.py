@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sequoia_plan.artifacts import Latency, Plan, TokenTree
-from sequoia_plan.artifacts.plan import Rung
+from sequoia_plan.artifacts import Plan, TokenTree
 from sequoia_plan.models.backends import loaded
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
 
@@ -32,17 +31,16 @@ SMALL_TREES = {
 PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
 
 
-def planned(tree, cost, tokens=None, rungs=()):
+def planned(tree, cost, tokens=None, **plan):
     """The tree with a plan by which its steps take so many plain ones and yield so many `tokens`,
-    twice as many by default; `rungs` has others with theirs: (tree, cost, tokens)."""
+    twice as many by default."""
     tokens = tokens or max(1.0, 2 * cost)
     plan = Plan(
         objective="speed",
         expected_tokens=tokens,
         step_seconds=cost,
         predicted_speedup=tokens / cost,
-        latency=Latency({1: 1.0}, {1: 0.1}, context=1000),
-        rungs=([Rung(tuple(t.parents.tolist()), yielded, c) for t, c, yielded in rungs],),
+        **plan,
     )
     return replace(tree, plan=plan)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from toys import planned, toy_models
 
-from sequoia_plan.artifacts import TokenTree
+from sequoia_plan.artifacts import Acceptance, Latency, TokenTree
 from sequoia_plan.artifacts.state import FIRST_BALANCE, MAX_LOSS
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 
@@ -18,8 +18,9 @@ class Machine:
     """A decoder whose steps move the clock by what `seconds` has for their nodes."""
 
     def __init__(self, noise=0.0, **seconds):
-        rungs = [(TokenTree.chain(n), PLANNED[n], n**0.6) for n in (2, 8)]
-        tree = planned(TokenTree.chain(4), PLANNED[4], 4**0.6, rungs)
+        latency = Latency(PLANNED, {1: 1e-9, 8: 1e-9}, context=1000)
+        acceptance = Acceptance.given([[0.6, 0.2]])
+        tree = planned(TokenTree.chain(4), PLANNED[4], 2.2, latency=latency, acceptance=acceptance)
         self.decoder = SequoiaDecoder(*toy_models(noise=noise, context=2048), tree)
         self.seconds, self.time, self.sizes = PLANNED, 0.0, []
         self.decoder.clock.now = lambda: self.time
@@ -64,13 +65,15 @@ def test_a_machine_that_slows_down_has_its_best_tree_within_64_tokens():
     machine.text()
     machine.seconds = costs(1.0, common=2.5)
     assert machine.text(400)[0][-10:] == [8] * 10
-    machine.seconds = PLANNED | {4: 3.0, 8: 8.0}
+    machine = Machine()
+    machine.text(400)
+    machine.seconds = PLANNED | {4: 3.0, 8: 5.5}
     sizes = machine.text(264)[0]
     num_before = next(i for i in range(len(sizes)) if sum(sizes[:i]) >= 64)
     assert sizes[num_before:].count(2) > 0.9 * len(sizes[num_before:])
     machine.seconds = PLANNED
     machine.text(1000)
-    assert machine.text()[0].count(8) > 20  # and again where wide ones are cheap again
+    assert machine.text()[0].count(8) > 20  # which is found, a while later
 
 
 def test_what_texts_lost_is_remembered_and_not_with_a_seed():
@@ -79,7 +82,7 @@ def test_what_texts_lost_is_remembered_and_not_with_a_seed():
     assert set(machine.text(90)[0][:9]) > {1}
     sizes, cost, _ = machine.text(100)
     assert sizes.count(1) > 90
-    assert cost < 1.03
+    assert cost < 1.06
     state = machine.decoder.state
     assert state.balance != FIRST_BALANCE
     machine.decoder.state = state._replace(balance=-0.5)

@@ -6,11 +6,7 @@ from typing import Any
 from sequoia_plan.artifacts import Profile, TokenTree
 from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, MatchPlan
 from sequoia_plan.planner.solving.match.acceptance import without_repeats
-from sequoia_plan.planner.solving.match.portfolio import (
-    fastest_portfolio,
-    rungs_beside,
-    step_figures,
-)
+from sequoia_plan.planner.solving.match.portfolio import fastest_portfolio, step_figures
 from sequoia_plan.planner.solving.match.recorded import DecodedAgain, Recording, figures_by_kind
 from sequoia_plan.planner.solving.problem import MAX_WORK, proven_bound
 
@@ -65,7 +61,6 @@ def trees_by_match(
         "acceptance": by_match[0].acceptance,
         "speedup_bound": proven_bound(speedup, bound * plain_seconds),
         "by_match": tuple(by_match),
-        **rungs_beside(decoded.problems, decoded.shares, decoded.trees),
         "tree_speedup": recording.without_lookup().decode(base_trees).speed * plain_seconds,
         **figures_by_kind(profile, decoded.trees, recording),
     }

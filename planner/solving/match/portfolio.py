@@ -15,8 +15,6 @@ The shares depend on the trees, and so do the looked-up tokens that steps come u
 that the draft has to catch up with: recorded.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,16 +24,11 @@ import numpy as np
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
-from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Rung
-from sequoia_plan.artifacts.step_time import StepTime
+from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE
 from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.problem import MAX_WORK, FastestTree, SpeedProblem
 from sequoia_plan.planner.solving.speed.fastest import fastest_tree
 
-FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
-"""What all rows of a target's pass but the first may cost, as a share of what was measured."""
-MIN_GAIN = 1.005
-"""Times as fast as the planned trees that others must be to be kept."""
 MAX_ASCENTS = 50
 """Rounds in which each class is solved once; five are usually enough."""
 
@@ -62,11 +55,6 @@ class MatchProblem:
             return best
         result = fastest_looked_up_tree(replace(self.looked_up, **beside), best)
         return result._replace(bound=max(best.bound, result.bound))
-
-    def with_times(self, times: StepTime) -> MatchProblem:
-        """The problem with other step times."""
-        looked_up = self.looked_up and replace(self.looked_up, times=times)
-        return replace(self, drafted=replace(self.drafted, times=times), looked_up=looked_up)
 
 
 def _promising(problem: SpeedProblem, speed: float) -> SpeedProblem:
@@ -151,31 +139,3 @@ def tokens_per_second(shares: Floats, figures: Floats) -> float:
     """The speed of steps of all classes, float64 [classes], [classes, 2]."""
     tokens, seconds = shares @ figures
     return float(tokens / seconds)
-
-
-def rungs_beside(
-    problems: Sequence[MatchProblem], shares: Floats, trees: Sequence[TokenTree]
-) -> dict[str, Any]:
-    """`rungs` and `holds_between` of a plan with these trees.
-
-    Where the trees draft nothing, no rung does, so that decoding needs no draft.
-    """
-    rungs: list[dict[TokenTree, Rung]] = [{} for _ in problems]
-    drafts, kept = any(tree.num_drafted_levels for tree in trees), [1.0]
-    for factor in FACTORS:
-        times = replace(problems[0].drafted.times, row_factor=factor)
-        scaled = [problem.with_times(times) for problem in problems]
-        best = fastest_portfolio(scaled, shares, trees, MAX_WORK // 10)
-        if best.speed < MIN_GAIN * tokens_per_second(shares, step_figures(scaled, trees)):
-            kept.append(factor)
-            continue
-        figures = step_figures(problems, best.trees).tolist()
-        for c, tree in enumerate(best.trees):
-            if tree.size > 1 and tree != trees[c] and (drafts or not tree.num_drafted_levels):
-                tokens, seconds = figures[c]
-                parents = tuple(tree.parents.tolist())
-                rungs[c][tree] = Rung(parents, tokens, seconds, tree.looks_up)
-    return {
-        "rungs": tuple(tuple(r.values()) for r in rungs),
-        "holds_between": (min(kept), max(kept)),
-    }

@@ -72,7 +72,8 @@ class Recording:
     def without_lookup(self) -> Recording:
         """The same for steps that do not look for the match, with trees that are drafted."""
         times = replace(self.times, looks_up=False)
-        return Recording(self.texts, [problem.with_times(times) for problem in self.problems])
+        problems = [replace(p, drafted=replace(p.drafted, times=times)) for p in self.problems]
+        return Recording(self.texts, problems)
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
         """Decode the recorded texts again with the tree of each class of match."""
