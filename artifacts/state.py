@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sequoia_plan.artifacts.expected_tokens import expected_tokens, most_valuable_nodes
+from sequoia_plan.artifacts.expected_tokens import most_valuable_nodes
 from sequoia_plan.artifacts.step_time import StepTime
-from sequoia_plan.artifacts.tree import NO_SPECULATION, TokenTree, last_reached
+from sequoia_plan.artifacts.tree import NO_SPECULATION, TokenTree
 
 MAX_LOSS = 0.02
 """What a text may lose against plain decoding in the long run, as a share of its time."""
@@ -45,26 +46,27 @@ class Choice(NamedTuple):
     doubt: float = 0.0
 
 
-def choices_of(tree: TokenTree, match_length: int, max_children: int) -> list[Choice]:
+def choices_of(tree: TokenTree, match_length: int) -> list[Choice]:
     """What steps with such a match may take: the plan's tree, no speculation, and rungs between.
 
     A rung has the most valuable nodes within the levels of the plan's tree, by its acceptance and
-    times, and where the spine is looked up, no more children of a node.
+    times. Where the spine is looked up, and of a chain, a node has no more children than in it.
     """
     plan, planned = tree.plan, tree.for_match(match_length)
-    part: Any = last_reached({0: plan, **{p.match_length: p for p in plan.by_match}}, match_length)
+    reached = [part for part in plan.by_match if part.match_length <= match_length]
+    part: Any = [plan, *reached][-1]
     plain, choices = plan.plain_seconds or 1.0, [Choice(NO_SPECULATION)]
     if plan.latency and part.acceptance:
         times = StepTime(plan.latency, plan.drafting, bool(plan.by_match))
-        most = planned.branching if planned.looks_up else max_children
-        rates = part.acceptance.rates[:, :, :most]
+        is_narrow = planned.looks_up or planned.branching == 1
+        rates = part.acceptance.rates[:, :, : planned.branching if is_narrow else None]
         for size in RUNGS:
             nodes = most_valuable_nodes(rates, size, planned.depth)
             if len(nodes) == size <= times.largest_size():
                 drafted = TokenTree.from_parents(parent for _, parent in nodes)
                 rung = TokenTree(drafted.parents, looks_up=planned.looks_up)
-                cost = times.step_seconds(rung) / plain
-                choices.insert(0, Choice(rung, expected_tokens(rung, rates), cost))
+                tokens = math.fsum(value for value, _ in nodes)
+                choices.insert(0, Choice(rung, tokens, times.step_seconds(rung) / plain))
     own = Choice(planned, part.expected_tokens, part.step_seconds / plain)
     return [own if planned.size > 1 else choices[-1], *choices]
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from sequoia_plan.artifacts.errors import SequoiaPlanError
 from sequoia_plan.artifacts.plan import NO_PLAN, Plan
 
-T = TypeVar("T")
 IntArray = NDArray[np.int32]
 
 
@@ -205,11 +204,11 @@ class TokenTree:
 
     def for_context(self, length: int) -> TokenTree:
         """The tree for a text of so many tokens; it has trees by match of its own."""
-        return last_reached({0: self, **self.by_context}, length)
+        return _last_reached({0: self, **self.by_context}, length)
 
     def for_match(self, match_length: int) -> TokenTree:
         """The tree for a text whose longest repeated suffix has so many tokens."""
-        return last_reached(self.portfolio, match_length)
+        return _last_reached(self.portfolio, match_length)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -237,9 +236,9 @@ def children_of(tree: TokenTree) -> list[list[int]]:
     return [part.tolist() for part in np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)]
 
 
-def last_reached(values: Mapping[int, T], number: int) -> T:
-    """The value with the largest key that is at most `number`."""
-    return values[max(start for start in values if start <= number)]
+def _last_reached(trees: Mapping[int, TokenTree], number: int) -> TokenTree:
+    """The tree with the largest key that is at most `number`."""
+    return trees[max(start for start in trees if start <= number)]
 
 
 def _check_parents(parents: NDArray[Any], is_breadth_first: bool = False) -> None:

@@ -241,6 +241,8 @@ def steps(results: Path) -> Iterator[str]:
 
 def clock(results: Path) -> Iterator[str]:
     """Decoding with plans that are wrong, over plain decoding."""
+    if not (results / "clock.json").exists():
+        return
     report = read(results, "clock")
     yield f"{report['processor']}; {report['prompts']} prompts x {report['tokens']} tokens."
     yield ""

@@ -16,7 +16,6 @@ from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import Choice, State, choices_of
-from sequoia_plan.artifacts.tree import last_reached
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
@@ -40,8 +39,6 @@ SEEDS = (-(1 << 63), (1 << 64) - 1)
 """The first and the last seed that PyTorch's generators take."""
 TOLERANCE = 1.15
 """A machine is another one if the plan's steps take longer or less by this factor."""
-MAX_CONTEXTS = 4
-"""In texts longer than the profiled context by more than this factor, steps take longer anyway."""
 
 
 class SequoiaDecoder:
@@ -104,21 +101,17 @@ class SequoiaDecoder:
                 "tree: its spine is looked up; expected a tree for texts without a match, with "
                 "this one in its `by_match`"
             )
-        parts = {0: tree, **tree.by_context}
-        trees, plans = set(tree.all_trees), [part.plan for part in parts.values()]
+        trees = set(tree.all_trees)
         # a step that is launched before the last one was read cannot depend on that
         is_read_first = len(trees) > 1 or models.graphs is None
-        is_fast = all(plan.objective == "speed" and plan.plain_seconds for plan in plans)
+        is_fast = tree.plan.objective == "speed" and tree.plan.plain_seconds is not None
         self.chooses = is_fast and is_read_first
-        limit, chooses = models.max_children, self.chooses
         self.choices = {
-            start: {
-                match: choices_of(t, match, limit) if chooses else [Choice(t.for_match(match))]
-                for match in {*t.portfolio, *(part.match_length for part in t.plan.by_match)}
-            }
-            for start, t in parts.items()
+            (start, m): choices_of(t, m) if self.chooses else [Choice(t.for_match(m))]
+            for start, t in {0: tree, **tree.by_context}.items()
+            for m in (*t.portfolio, *(part.match_length for part in t.plan.by_match))
         }
-        trees |= {c.tree for t in self.choices.values() for choices in t.values() for c in choices}
+        trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
         self.step_of_tree[tree].others = trees
@@ -246,26 +239,22 @@ class SequoiaDecoder:
 
     def choices_at(self, length: int, match_length: int) -> list[Choice]:
         """What the step after a text of so many tokens with such a match may take."""
-        return last_reached(last_reached(self.choices, length), match_length)
+        reached = [key for key in self.choices if key[0] <= length and key[1] <= match_length]
+        return self.choices[max(reached)]
 
     def _compare_with_plan(self) -> None:
-        """Say so, once, if steps with the plan's tree do not take what was planned."""
-        length, match_length, *_ = self.state
-        plan: Any = self.step.tree.for_context(length).plan
-        context = plan.latency.context if plan.latency else 0
-        if self.has_warned or not 0 < length <= MAX_CONTEXTS * context:
+        """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
+        choices = self.choices_at(*self.state[:2])
+        factor = math.exp(self.clock.mean_of(choices[0].tree))
+        if self.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
-        choices = self.choices_at(length, match_length)
+        self.has_warned = True
         chosen = self.state.choose(self.clock.measured(choices)).tree
-        mean = self.clock.plain + self.clock.mean_of(choices[0].tree)
-        factor = math.exp(mean) / plan.plain_seconds
-        self.has_warned = not 1 / TOLERANCE <= factor <= TOLERANCE
-        if self.has_warned:
-            logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
-                f"steps with the plan's tree take {factor:.2f} times as long as planned: this "
-                f"machine is not as profiled, or busy; the choice now: {chosen}. For trees that "
-                "suit it: sequoia-plan profile, then sequoia-plan solve"
-            )
+        logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
+            f"steps with the plan's tree take {factor:.2f} times as long as planned, beside plain "
+            f"ones: this machine is not as profiled, or busy; the choice now: {chosen}. For a plan "
+            "that suits it: sequoia-plan profile, then sequoia-plan solve"
+        )
 
     def refresh(self) -> None:
         """Take the models' weights anew, after changes that leave no trace (through `.data`)."""

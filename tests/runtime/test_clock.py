@@ -46,7 +46,7 @@ def costs(factor, common=1.0):
     return {n: common * (seconds if n == 1 else factor * seconds) for n, seconds in PLANNED.items()}
 
 
-@pytest.mark.parametrize(("factor", "best"), [(10, 1), (1, 8), (0.1, 8)])
+@pytest.mark.parametrize(("factor", "best"), [(10, 1), (1, 4), (0.1, 4)])
 def test_a_plan_that_is_wrong_is_left_and_a_right_one_kept(factor, best):
     """After the first text, and with texts that the draft knows by heart."""
     machine = Machine()
@@ -64,16 +64,16 @@ def test_a_machine_that_slows_down_has_its_best_tree_within_64_tokens():
     machine = Machine()
     machine.text()
     machine.seconds = costs(1.0, common=2.5)
-    assert machine.text(400)[0][-10:] == [8] * 10
+    assert machine.text(400)[0][-10:] == [4] * 10
     machine = Machine()
     machine.text(400)
-    machine.seconds = PLANNED | {4: 3.0, 8: 5.5}
+    machine.seconds = PLANNED | {4: 2.6, 8: 5.5}
     sizes = machine.text(264)[0]
     num_before = next(i for i in range(len(sizes)) if sum(sizes[:i]) >= 64)
     assert sizes[num_before:].count(2) > 0.9 * len(sizes[num_before:])
-    machine.seconds = PLANNED
-    machine.text(1000)
-    assert machine.text()[0].count(8) > 20  # which is found, a while later
+    machine.seconds = costs(1, common=2.5)
+    machine.text(600)
+    assert machine.text()[0].count(4) > 20  # a change of plain steps puts all times in doubt
 
 
 def test_what_texts_lost_is_remembered_and_not_with_a_seed():

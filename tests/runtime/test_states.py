@@ -20,7 +20,7 @@ PLAIN = TokenTree.chain(1)
 def test_no_text_loses_more_than_it_may(accepted, cost, depth, tokens):
     """By the times that count, whatever is accepted; and after a good stretch in a few steps."""
     tree, state = planned(TokenTree.chain(depth), cost, tokens), State(9, 0)
-    choices, seconds = choices_of(tree, 0, 1), 0.0
+    choices, seconds = choices_of(tree, 0), 0.0
     for share in accepted:
         choice = state.choose(choices)
         seconds += choice.cost
@@ -35,7 +35,7 @@ def test_no_text_loses_more_than_it_may(accepted, cost, depth, tokens):
 
 def test_a_text_that_is_good_again_has_its_tree_again():
     tree, state, chosen = planned(TokenTree.chain(4), 1.3, 2.0), State(9, 0), []
-    choices = choices_of(tree, 0, 1)
+    choices = choices_of(tree, 0)
     for step in range(240):
         choice = state.choose(choices)
         chosen.append(choice.tree == tree)
