@@ -139,7 +139,7 @@ $(VENV)/ready: pyproject.toml constraints.txt drafts/pyproject.toml
 
 kernels: $(VENV)/ready $(TRITONS:%=$(BUILD)/triton/%/ready)
 	SEQUOIA_PLAN_TRITONS=$(subst $() ,:,$(TRITONS:%=$(CURDIR)/$(BUILD)/triton/%)) \
-		$(BIN)/python -m pytest tests/runtime/test_kernel_compile.py
+		$(BIN)/python -m pytest tests/models/test_kernel_compile.py
 
 $(BUILD)/triton/%/ready: | $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*

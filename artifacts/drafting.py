@@ -69,9 +69,9 @@ class Drafting(Artifact, frozen=True):
     def catch_up_width(self, num_unread: int, num_passes: int) -> int:
         """Number of tokens that the draft reads in a pass of its own before a step; 0 for none.
 
-        The first pass of a step reads the last tokens that a step before with the same tree may
-        have accepted. If more are unread, they are read before it, in a pass as wide as the next
-        power of two; a compiled step's first pass reads them, too, which takes less.
+        The first pass of a step reads as many of the last tokens as a step with the same tree can
+        have accepted. If more are unread, a pass before it reads all of them; it is as wide as the
+        next power of two. A compiled step has no such pass: its first one reads any number.
 
         Args:
             num_unread: how many tokens the draft may not have read.

@@ -2,6 +2,8 @@
 
 import atexit
 import errno
+import functools
+import hashlib
 import os
 import shutil
 import sys
@@ -139,8 +141,28 @@ def read_json(path: str | Path, expected: str) -> Any:
         raise SequoiaPlanError(f"{path}: not JSON ({error}); expected {expected}") from error
 
 
+@functools.cache
+def _digest_of(folder: str) -> bytes:
+    """Of all sources in a folder."""
+    sources = sorted(Path(folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
+
+
+def follow_sources(compiled: Any, *folders: str) -> Any:
+    """Let numba forget what it has kept of a function once a source in these folders has changed.
+
+    By itself it looks at the function's own file, and not at what that calls or inlines.
+    """
+    if file := getattr(compiled._cache, "_cache_file", None):
+        file._source_stamp = file._source_stamp, *map(_digest_of, folders)
+    return compiled
+
+
 def keep_compiled_code() -> None:
-    """Name a temporary folder for numba where it finds none, as it refuses to do without one."""
+    """Name a temporary folder for numba where it finds none, as it refuses to do without one.
+
+    It looks where its variable says, beside the source, and in the user's cache.
+    """
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     own = f"{os.path.dirname(__file__)}/__pycache__"
     for folder in (os.environ.get("NUMBA_CACHE_DIR") or own, own, f"{user}/numba"):

@@ -22,7 +22,7 @@ from sequoia_plan.models.offload.memory import SLOTS
 from sequoia_plan.models.offload.weight_file import Place, WeightBlock, aligned_memory
 from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.pair import run_draft_as
+from sequoia_plan.runtime.draft.placement import run_draft_as
 
 Shape = dict[str, int]
 

@@ -33,7 +33,7 @@ from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, by_kind, load
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-CODE = ("artifacts", "planner", "profiler", "runtime", "drafts", "benchmarks/results.py")
+CODE = ("artifacts", "planner", "profiler", "models", "runtime", "drafts", "benchmarks/results.py")
 RETRIEVAL = ROOT / "benchmarks" / "retrieval.jsonl"
 PAGES = ("README.md", "docs/results.md")
 PER_KIND = 16

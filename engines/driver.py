@@ -80,8 +80,10 @@ class Driver:
     ) -> dict[str, Any]:
         """Decodes prompts, as many requests at a time as there are slots, and times the full steps.
 
-        The next prompt starts when a request ends. The run ends with the last request, or after so
-        many full `steps`. `texts_before` has for each slot the tokens that fill up its prompts.
+        In a full step every slot decodes. Of the result, `steps` has (seconds, tokens) of each of
+        these, and `tokens_by_prompt` the new tokens of each prompt step by step. The next prompt
+        starts when a request ends. The run ends with the last request, or after so many full
+        `steps`. `texts_before` has for each slot the tokens that fill up its prompts.
         """
         counters_before = self._read_counters()
         waiting = list(enumerate(prompts))

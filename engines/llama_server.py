@@ -250,7 +250,7 @@ class Server:
     def logged_chains(self) -> list[list[Proposal]]:
         """What was proposed in each drafted chain since the last call, from the debug log."""
         assert self._engine
-        time.sleep(LOG_SECONDS)
+        time.sleep(LOG_SECONDS)  # the log is written later than the answer
         with self._engine.log.open("rb") as file:
             file.seek(self._log_offset)
             log = file.read()

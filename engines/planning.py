@@ -38,7 +38,7 @@ def make_plan(
     contexts = []
     for model, times in measurements:
         cells = [cell for batch in batches for cell in predict_cells(model, times, batch)]
-        best = best_by(cells, lambda drafting: (drafting.length, *kind_of(drafting)))
+        best = best_by(cells, lambda drafting: (drafting.length, *way_of_drafting(drafting)))
         lengths = {
             batch: best_of(predict_cells(model, times, batch)).drafting.length
             for batch in range(1, max(batches) + 1)
@@ -80,7 +80,7 @@ def best_by(cells: Iterable[Cell], key: Callable[[Drafting], Any]) -> list[Cell]
     return [*{(cell.batch, key(cell.drafting)): cell for cell in ascending}.values()]
 
 
-def kind_of(drafting: Drafting) -> tuple[bool, bool, str]:
+def way_of_drafting(drafting: Drafting) -> tuple[bool, bool, str]:
     """Tells no speculation, chains of the draft, lookups, and one before the other apart."""
     return drafting.length > 0, drafting.lookup_size > 0, drafting.types
 
@@ -94,9 +94,9 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
         return pool.run(kind, prompts[round_index::VERIFY_REPEATS] or prompts)
 
     kinds = [
-        RunKind(cell.drafting, cell.batch, part.context)
-        for part in plan.contexts
-        for cell in best_by(part.cells, kind_of)
+        RunKind(cell.drafting, cell.batch, plan_of_context.context)
+        for plan_of_context in plan.contexts
+        for cell in best_by(plan_of_context.cells, way_of_drafting)
     ]
     runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS)
 

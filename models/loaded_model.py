@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -63,11 +64,13 @@ class Traits:
             be parts of a compiled step.
         chains_only: a node of a tree can have one child, because layers have a recurrent state.
         is_split: the model is split over several processes.
+        reads_features: it is a draft that reads what is made of its target's hidden states.
     """
 
     is_compiled: bool = False
     chains_only: bool = False
     is_split: bool = False
+    reads_features: bool = False
 
 
 class Backend(Protocol):
@@ -161,7 +164,7 @@ class LoadedModel:
     def __init__(
         self,
         backend: Backend,
-        config: Any,
+        config: PreTrainedConfig,
         *,
         name: str = "",
         generation_config: Any = None,

@@ -19,10 +19,10 @@ from sequoia_plan.models.base.masks import additive_mask
 from sequoia_plan.profiler.children import DrawnChildren
 from sequoia_plan.profiler.lookup_counts import LookupTrials
 from sequoia_plan.profiler.observed import STREAMED_TREE, TREE, num_counted_levels
-from sequoia_plan.profiler.traversal_paths import recording_traversal
+from sequoia_plan.profiler.traversal_paths import adding_to
 from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft.drafter import steps_of
-from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS, VERIFIERS
+from sequoia_plan.runtime.verify import LOOKUP_VERIFIERS
 
 POSITIONS_AT_ONCE = 64
 """Positions that are read together: limits the memory for probabilities."""
@@ -70,11 +70,9 @@ class ForcedAcceptance:
         counts are those of `sequoia`, and "reached" has how often each of both gets to a level
         (see `collect`). `prompt` int64 [n].
         """
-        # while it writes, `traversal` adds to `reached`
         reached = torch.zeros(2, self.tree.depth, dtype=torch.float64)
-        self.decoder.step.verifier.verifiers = VERIFIERS | {
-            "traversal": recording_traversal(reached)
-        }
+        observe = adding_to(reached) if uses_traversal(sampling) else None
+        self.decoder.step.verifier.observe = observe
         text, levels, node_classes = self._write(prompt, sampling, max_new_tokens, seed)
         # the row of the tables [levels * node classes, ...] that each position adds to
         rows = 2 * np.minimum(levels, self.num_levels - 1) + node_classes

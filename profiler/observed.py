@@ -41,7 +41,8 @@ class ObservedAcceptance:
     def totals(self) -> Counts:
         """Counts over all prompts, down to the last level with trials; there must be one.
 
-        They are rounded as a file has them: both classes together, and the part off the spine.
+        `trials` int64 [levels, classes], `counts` float64 [levels, classes, ranks]. A file has
+        both classes together and the part off the spine, rounded; those on it are the difference.
         """
         num_levels = int(np.flatnonzero(self.trials.sum((0, 2)))[-1]) + 1
         trials, counts = (n.sum(0)[:num_levels] for n in (self.trials, self.counts))

@@ -1,21 +1,22 @@
 """How far `traversal` gets in a tree where `sequoia` verifies the same draws."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, Verifier, traversal
+from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, traversal
 
 
-def recording_traversal(reached: Tensor) -> Verifier:
-    """`traversal`, which adds up how often accepted paths get to each level of a tree.
+def adding_to(reached: Tensor) -> Callable[..., None]:
+    """Adds up how often accepted paths get to each level, as `TreeVerifier.observe`.
 
     `reached` float64 [2, depth]: of `sequoia`, and of `traversal`, on the same draws.
     """
 
-    def accept(*inputs: Any) -> Acceptance:
-        """Verify as `traversal`, and as `sequoia` beside it."""
+    def add(*inputs: Any) -> None:
+        """Compute what both would accept."""
         index: TreeIndex = inputs[3]
         residual = traversal.residual_after_children(*inputs)
         subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
@@ -25,9 +26,8 @@ def recording_traversal(reached: Tensor) -> Verifier:
         # the path gets to a level if it ends there or below
         reached[0] += end_probs.flip(0).cumsum(0).flip(0)
         reached[1].index_add_(0, levels, path_probs(subtree_probs, index))
-        return VERIFIERS["traversal"](*inputs)
 
-    return accept
+    return add
 
 
 def path_probs(subtree_probs: Tensor, index: TreeIndex) -> Tensor:

@@ -63,7 +63,10 @@ class Graphs:
         self.clear()
 
     def clear(self, version: int = 0) -> None:
-        """Forget every graph; the next ones are captured with the memory of `version`."""
+        """Forget every graph; the next ones are captured with memory of a sequence's `version`.
+
+        Of each graph are kept what replays it, its result, and the inputs that it reads.
+        """
         self.graphs: OrderedDict[Hashable, tuple[Callable[[], None], Any, tuple[Tensor, ...]]] = (
             OrderedDict()
         )

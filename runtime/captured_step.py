@@ -117,7 +117,8 @@ class CapturedStep(TreeStep):
     @property
     def runs_by_parts(self) -> bool:
         """Does the host take part in a step, between its parts or by keeping their results?"""
-        return bool(self.sequence.path_logits) or self.sequence.keeps_logits
+        is_observed = self.verifier.observe is not None
+        return bool(self.sequence.path_logits) or self.sequence.keeps_logits or is_observed
 
     def launch(self, length: int, sampling: Sampling) -> Callable[[int], StepOutput]:
         """Start a step whose root is in slot `length` or before it.

@@ -12,7 +12,7 @@ from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.processor import usable_cores
 from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.models import backends
-from sequoia_plan.models.backends import COMPILED, FUSED, PLACEMENTS, RESIDENT, fused
+from sequoia_plan.models.backends import COMPILED, FUSED, PLACEMENTS, RESIDENT
 from sequoia_plan.models.base.architecture import context_length, rope_reason
 from sequoia_plan.models.base.dtype import resolve_dtype
 from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
@@ -25,8 +25,8 @@ from sequoia_plan.models.vocabulary import common_tokens, shared_vocabulary
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, load_checkpoint
-from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft, ModuleDraft
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
+from sequoia_plan.runtime.draft.placement import run_draft_as
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.sampling.sampling import not_followed
 from sequoia_plan.runtime.text import text_ids
@@ -201,11 +201,10 @@ def add_draft(
         model.name = name
     elif draft == MTP:
         model, name = load_mtp(target), MTP
-        run_draft_as(model, placement)
+        remarks += run_draft_as(model, placement)
     elif checkpoint := find_checkpoint(source):
         model = load_checkpoint(checkpoint, target, target.dtype)
-        remarks += length_remarks(checkpoint, model, target)
-        run_draft_as(model, placement)
+        remarks += length_remarks(checkpoint, model, target) + run_draft_as(model, placement)
     else:
         keeps_bits = placement == COMPILED and is_gguf(source)
         dtype = "auto" if keeps_bits else dtype  # no text depends on a draft's bits
@@ -217,20 +216,6 @@ def add_draft(
     return replace(
         pair, draft=model, metadata=pair.metadata | {"draft": {"name": name}}, remarks=remarks
     )
-
-
-def run_draft_as(draft: HiddenStateDraft, placement: str) -> str:
-    """Let a draft with hidden states run as `placement` says; returns why it is not compiled."""
-    reason = ""
-    if placement == COMPILED:
-        from sequoia_plan.runtime.draft.packed_eagle import PackedEagle, why_not
-
-        if not (reason := why_not(draft)):
-            draft.backend = PackedEagle(draft)
-            return ""
-    if placement != RESIDENT:
-        draft.backend = ModuleDraft(draft, fused(draft, FUSED))
-    return reason
 
 
 def save_model(pair: Pair, role: str, folder: str | Path) -> None:

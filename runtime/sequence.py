@@ -53,8 +53,10 @@ class SequenceState:
     """The sequence that is being decoded, in memory that stays in place from step to step.
 
     `tokens` int64 [capacity]; `length` int64 [1]; `aux_hidden_states` [nodes, width];
-    `lookup_chain` int64 [nodes]; `uniforms` float64 [2]. The target has read the tokens in the
-    first `num_read` slots. With `keeps_logits`, steps return the logits of what they accept.
+    `lookup_chain` int64 [nodes]; `uniforms` float64 [2] and `bits` int32 [n]: a step's random
+    numbers. The target has read the tokens in the first `num_read` slots, the draft may not have
+    read the last `num_unread`. `version` grows when memory moves, that of weights among it. With
+    `keeps_logits`, steps return the logits of what they accept. Both caches are empty at first.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_ignore_collect(collection_path):
     """Tests that name what is not here do not run: torch, or what Windows lacks."""
-    missing = [] if HAS_TORCH else [r"import torch|sequoia_plan.(runtime|profiler)"]
+    missing = [] if HAS_TORCH else [r"import torch|sequoia_plan.(models|runtime|profiler)"]
     if not hasattr(os, "fork"):
         missing.append(r"os\.fork|from (forking|sessions) |import resource")
     if not missing or collection_path.suffix != ".py":

@@ -26,7 +26,9 @@ NOT_RUN = re.compile(
 )
 """Commands of `sequoia-plan` that are parsed and not run here: they measure or need models. Tests
 of their own run them."""
-FOLDERS = "artifacts|planner|engines|profiler|runtime|drafts|benchmarks|docs|examples|tests|tools"
+FOLDERS = (
+    "artifacts|planner|engines|profiler|models|runtime|drafts|benchmarks|docs|examples|tests|tools"
+)
 
 each_page = pytest.mark.parametrize(
     "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
@@ -248,7 +250,7 @@ def test_quick_commands_run(page, folder):
 WITH_SNIPPETS = [
     page for page in PAGES if snippets(page.read_text()) and "models.md" not in page.name
 ]
-"""tests/runtime/test_own_models.py runs own-models.md, and the test below this one models.md."""
+"""tests/models/test_own_models.py runs own-models.md, and the test below this one models.md."""
 
 
 @pytest.mark.slow

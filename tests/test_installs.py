@@ -94,7 +94,9 @@ def run(python, *arguments, cwd):
 
 def test_wheels_have_every_file_that_is_loaded_by_name(wheel, weights_wheel):
     """Prompts and catalog, and the drafts; the main wheel has neither weights nor scripts."""
-    modules = (f"{name}/**/*.py" for name in ("artifacts", "engines", "profiler", "runtime"))
+    modules = (
+        f"{name}/**/*.py" for name in ("artifacts", "engines", "profiler", "models", "runtime")
+    )
     loaded = files(ROOT, "artifacts/*.jsonl", "artifacts/catalog/**/*.*", *modules)
     names = contents(wheel)
     assert len(loaded) > 5 and {f"sequoia_plan/{path}" for path in loaded} <= names

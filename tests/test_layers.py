@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "runtime.sampling": {"artifacts", "models.base"},
     "runtime.sequence": {"artifacts", "models.base", "runtime.constraints"},
     "runtime.verify": {"artifacts", "models.base", "runtime.sampling", "runtime.sequence"},
-    "runtime.draft": ONE_MODEL | {"models.packed"} | LOW_RUNTIME,
+    "runtime.draft": ONE_MODEL | {"models.backends", "models.packed"} | LOW_RUNTIME,
     "runtime.compiled": ONE_MODEL | {"models.packed", "runtime.draft"} | LOW_RUNTIME,
     "runtime": ONE_MODEL | {"models.backends", "models.offload"} | RUNTIME_PARTS,
     "profiler": ONE_MODEL | {"models.backends", "runtime"} | RUNTIME_PARTS - {"runtime.compiled"},
@@ -56,10 +56,7 @@ EXTERNAL = {
     "profiler": {"numba", "click", "yaml"},
 }
 """Libraries that a part and its parts never import, also not within a function."""
-COMPILED = (
-    f"{OWN}.models.packed.", f"{OWN}.models.base.largest", f"{OWN}.runtime.compiled.",
-    f"{OWN}.runtime.sampling.vocabulary_loops",
-)  # fmt: skip
+COMPILED = (f"{OWN}.models.packed.", f"{OWN}.runtime.compiled.")
 """Modules that import numba, and are imported where there is numba."""
 PLANNING = {"torch", "transformers", *(f"{OWN}.{x}" for x in ("models", "runtime", "profiler"))}
 
@@ -86,7 +83,15 @@ def test_planning_loads_nothing_heavy(statement, absent):
 
 def test_decoding_loads_no_planner():
     """Nor does measuring it, which loads all that decoding does."""
-    absent = {"numba", "sequoia_plan.planner", "artifacts", "planner", "profiler", "runtime"}
+    absent = {
+        "numba",
+        "sequoia_plan.planner",
+        "artifacts",
+        "planner",
+        "profiler",
+        "models",
+        "runtime",
+    }
     loaded = modules_after("import sequoia_plan.profiler")
     assert "sequoia_plan.runtime.decoder" in loaded
     assert not loaded & absent, "nothing is installed under a bare name, either"

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 
@@ -85,7 +86,7 @@ def device_and_dtype(model: Any) -> tuple[torch.device, torch.dtype]:
     return execution_device(model), model.dtype
 
 
-def context_length(config: Any) -> int:
+def context_length(config: PreTrainedConfig) -> int:
     """Tokens that a sequence may have; `UNLIMITED` if the configuration sets no limit."""
     length: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
     if not rope_changes(config):
@@ -93,19 +94,19 @@ def context_length(config: Any) -> int:
     return min(length, int(_rope(config).get("original_max_position_embeddings") or length))
 
 
-def head_size(config: Any) -> int:
+def head_size(config: PreTrainedConfig) -> int:
     """The numbers of one head."""
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
 
 
-def rope_changes(config: Any) -> bool:
+def rope_changes(config: PreTrainedConfig) -> bool:
     """Do rotary embeddings depend on the length, which every pass then reads on the host?"""
     return _rope(config).get("rope_type") in CHANGING_ROPE
 
 
-def rope_reason(config: Any) -> str:
+def rope_reason(config: PreTrainedConfig) -> str:
     """Why the context is shorter than the configuration's; "" if it is not."""
     longest, context = getattr(config, "max_position_embeddings", None), context_length(config)
     if not longest or context >= longest:
@@ -116,7 +117,7 @@ def rope_reason(config: Any) -> str:
     )
 
 
-def attention_window(config: Any) -> tuple[int | None, bool]:
+def attention_window(config: PreTrainedConfig) -> tuple[int | None, bool]:
     """The window, or chunk, of a model's attention, and whether its layers differ in type."""
     layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types |= set(getattr(config, "attention_layers", None) or ())
@@ -135,6 +136,6 @@ def attention_window(config: Any) -> tuple[int | None, bool]:
     return window if uses_window else None, len(layer_types) > 1
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def _rope(config: PreTrainedConfig) -> dict[str, Any]:
     """The settings of the rotary embeddings."""
     return getattr(config, "rope_parameters", None) or {}

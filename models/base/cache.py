@@ -37,7 +37,11 @@ def cache_among(options: Mapping[str, Any]) -> Any:
 class TreeCache(Cache):
     """Keys and values of all layers, in one tensor for each kind of layer memory.
 
-    `counts_positions` int64 [capacity]; `finite` bool [1]; `features`: see `EagleDrafter`.
+    A pass writes to `slots` (int64 [tokens]) and attends to slots below `extent`; `length` int64
+    [tokens] is what a model that scales its queries by position asks for. `positions` int64
+    [capacity]: of each slot, if windows count these; `finite` bool [1]: were all logits;
+    `aux_hidden_states`: of the last pass, by number; `features`: see `EagleDrafter`; `blocks`: see
+    `allocate`.
     """
 
     def __init__(

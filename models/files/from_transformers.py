@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
 )
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -28,20 +29,22 @@ default_dtype_lock = renewed_in_forks(threading.RLock())
 """transformers sets PyTorch's default dtype while it makes a model; threads would leave it so."""
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """What loads a model; transformers' causal ones lack some of those that read images too."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
-def new_model(config: Any, dtype: torch.dtype) -> Any:
+def new_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """A model of a configuration, in eval mode; its weights have no meaning."""
     with default_dtype_lock:
         return auto_class(config).from_config(config, dtype=dtype).eval()
 
 
-def load_whole(path: Path, dtype: torch.dtype, config: Any = None, **settings: Any) -> Any:
+def load_whole(
+    path: Path, dtype: torch.dtype, config: PreTrainedConfig = None, **settings: Any
+) -> Any:
     """A model in eval mode, all of it from a folder or a GGUF file, which needs its `config`.
 
     Raises:

@@ -2,10 +2,10 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.files.gguf_config import ROPE_FACTORS
@@ -43,7 +43,7 @@ def is_gguf(source: str | None) -> bool:
 class GgufSource:
     """The weights of a GGUF file of a Llama-like model (see `stored.WeightSource`)."""
 
-    def __init__(self, file: GgufFile, config: Any) -> None:
+    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
         self.file, self.files, self.head_dim = file, [file.path], int(config.head_dim or 0)
         self.is_permuted = file.architecture == "llama"
 

@@ -1,15 +1,16 @@
 """What a GGUF file says of its model, as transformers' configuration; none of it is left out."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.models.base.architecture import WINDOWED, head_size
+from sequoia_plan.models.base.architecture import RECURRENT, WINDOWED, head_size
 from sequoia_plan.models.files.gguf_file import GgufFile
 from sequoia_plan.models.files.stored import decoded_rows
 
@@ -37,6 +38,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_used_count": ("num_experts_per_tok",),
     "feed_forward_length": ("ffn_hidden_size", "intermediate_size", "n_inner"),
     "final_logit_softcapping": ("final_logit_softcapping",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
     "use_parallel_residual": ("use_parallel_residual",),
     "vocab_size": ("vocab_size",),
 }
@@ -53,7 +59,8 @@ ROPE_SETTINGS = {
 ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
 ROPE_DIMENSIONS = "rope.dimension_count"
-WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout"}
+WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_sections"}
+"""Of the last one, a text's positions are the same in all sections."""
 NEUTRAL: dict[float | None, str] = {
     0: "attention.sliding_window attention.max_alibi_bias attention.clamp_kqv expert_count "
     "expert_used_count expert_shared_count attn_logit_softcapping final_logit_softcapping",
@@ -152,7 +159,7 @@ def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
     )
 
 
-def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
+def _set(config: PreTrainedConfig, rope: dict[str, Any], key: str, value: Any) -> bool:
     """Let a configuration have a value of the metadata; False if it has no place for it."""
     names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
     number = value if isinstance(value, (int, float)) else None
@@ -171,6 +178,8 @@ def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
         rope[ROPE_SETTINGS[key]] = value
         return True
     layer_types = getattr(config, "layer_types", None)
+    if (is_same := _same_by_layer(config, layer_types or (), key, value)) is not None:
+        return is_same
     if key == "attention.sliding_window" and layer_types and WINDOWED not in layer_types:
         return False
     if names and getattr(config, names[0]) != value:
@@ -178,7 +187,24 @@ def _set(config: Any, rope: dict[str, Any], key: str, value: Any) -> bool:
     return bool(names)
 
 
-def _set_rotary_dimensions(config: Any, rope: dict[str, Any], count: int) -> bool:
+def _same_by_layer(
+    config: PreTrainedConfig, layer_types: Sequence[str], key: str, value: Any
+) -> bool | None:
+    """Does a configuration with recurrent layers say the same? None for other keys."""
+    recurrent = [kind in RECURRENT for kind in layer_types]
+    if key == "attention.recurrent_layers":
+        return bool(value == recurrent)
+    if key == "full_attention_interval":
+        return recurrent == [(number + 1) % value > 0 for number in range(len(recurrent))]
+    if key == "attention.head_count_kv" and isinstance(value, list):
+        counts = [0 if is_recurrent else config.num_key_value_heads for is_recurrent in recurrent]
+        return value == counts
+    if key == "ssm.inner_size" and hasattr(config, "linear_value_head_dim"):
+        return bool(value == config.linear_num_value_heads * config.linear_value_head_dim)
+    return None
+
+
+def _set_rotary_dimensions(config: PreTrainedConfig, rope: dict[str, Any], count: int) -> bool:
     """Let rotary embeddings turn so many numbers of a head; False if they turn all of it."""
     head_dim = head_size(config)
     if "partial_rotary_factor" in rope:
@@ -187,7 +213,7 @@ def _set_rotary_dimensions(config: Any, rope: dict[str, Any], count: int) -> boo
 
 
 def _set_factors(
-    gguf: Path, config: Any, rope: dict[str, Any], factors: NDArray[np.float64]
+    gguf: Path, config: PreTrainedConfig, rope: dict[str, Any], factors: NDArray[np.float64]
 ) -> None:
     """Let rotary embeddings have frequencies that are divided by `factors`."""
     frequencies = rope["rope_theta"] ** -(np.arange(len(factors)) / len(factors))

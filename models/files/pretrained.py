@@ -103,7 +103,7 @@ class ModelFiles:
             model = load_whole(self.path, dtype, self.config)
             refuse_unread_tensors(self.gguf, model)
             # transformers refuses to save a model that it takes for a quantised one
-            del model.config.quantization_config
+            vars(model.config).pop("quantization_config", None)
             return model
         return self._module_of_gguf(dtype)
 

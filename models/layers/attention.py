@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -91,20 +91,20 @@ AttentionInterface.register(IMPLEMENTATION, attend_shared_heads)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def attention_implementation(config: Any) -> str | None:
+def attention_implementation(config: PreTrainedConfig) -> str | None:
     """The attention that a model was loaded with, also while another thread runs a pass of it."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return "sdpa" if name == IMPLEMENTATION else name
 
 
-def attends_by_sdpa(model: nn.Module, config: Any) -> bool:
+def attends_by_sdpa(model: nn.Module, config: PreTrainedConfig) -> bool:
     """Can passes of `model` attend by `attend_shared_heads`?"""
     takes_others = getattr(model, "_supports_attention_backend", True)
     return takes_others and attention_implementation(config) == "sdpa"
 
 
 @contextlib.contextmanager
-def attending(config: Any, slots: Tensor | None = None) -> Iterator[None]:
+def attending(config: PreTrainedConfig, slots: Tensor | None = None) -> Iterator[None]:
     """A context whose passes, if there is a `config`, attend by `attend_shared_heads`.
 
     `slots` int64 [tokens].

@@ -12,7 +12,7 @@ from sequoia_plan.models.layers.layer_operations import next_power_of_two
 MAX_TOKENS, MIN_EXTENT = 256, 1024
 """With more tokens or fewer keys, PyTorch's kernels leave little of a device idle."""
 MAX_ROWS, MAX_HEAD_DIM, WARPS, STAGES = 64, 128, 4, 2
-"""Of a program. Two of them fit a multiprocessor (tests/runtime/test_kernel_compile.py)."""
+"""Of a program. Two of them fit a multiprocessor (tests/models/test_kernel_compile.py)."""
 MAX_PARTS = 64
 HIDDEN = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -6e4}
 """By the mask's dtype: numbers up to here hide a key. Masks have the dtype's lowest number."""

@@ -60,7 +60,8 @@ def attach_stream(
 ) -> None:
     """Let each pass of `model` wait for a layer's weights before it, and release them after it.
 
-    The stream is closed when the model is no longer used.
+    Of experts that a layer chooses, those chosen alone are read, once they are known. The stream is
+    closed when the model is no longer used.
     """
     for number, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         _check_reads_slot(layer, block, stream.memory[number % len(stream.memory)])

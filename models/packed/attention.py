@@ -12,9 +12,11 @@ import functools
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.ir import Value
 from numba import cfunc, types
 
-from sequoia_plan.models.packed.instructions import BYTE, LONG, OWN, WORD
+from sequoia_plan.models.packed.features import BYTE, LONG, WORD
+from sequoia_plan.models.packed.instructions import OWN
 from sequoia_plan.models.packed.vectors import FLOAT, FLOATS, LANES, WORDS, Emitter, emitted
 
 QUERIES = 6
@@ -47,14 +49,14 @@ HIDDEN, LOWEST = -3e38, -1e38
 @emitted(literals=1, counts=QUERIES)
 def compute_scores(
     emit: Emitter,
-    visible: Any,
-    keys: Any,
-    words: Any,
-    first: Any,
-    blocks: Any,
-    queries: Any,
-    scores: Any,
-    stride: Any,
+    visible: Value,
+    keys: Value,
+    words: Value,
+    first: Value,
+    blocks: Value,
+    queries: Value,
+    scores: Value,
+    stride: Value,
     key_bytes: int,
     num_queries: int,
 ) -> None:
@@ -95,23 +97,24 @@ def compute_scores(
                 emit.store(score, emit.at(target, part * VECTOR_BYTES))
 
 
-def _emit_exp2(emit: Emitter, exponent: Any, degree: int = len(EXP2) - 1) -> Any:
+def _emit_exp2(emit: Emitter, exponent: Value, degree: int = len(EXP2) - 1) -> Any:
     """2 to the power of float32 numbers, 0 if one is -127 or less."""
     builder = emit.builder
     exponent = emit.larger(exponent, emit.numbers(-127.0))
     rounding = emit.numbers(ROUNDING)
-    rounded = builder.fadd(exponent, rounding)
+    rounded = builder.fadd(exponent, rounding)  # its low bits: the nearest integer plus 127
     fraction = builder.fsub(exponent, builder.fsub(rounded, rounding))
     power = emit.numbers(EXP2[degree])
     for coefficient in EXP2[degree - 1 :: -1]:
         power = emit.fma(power, fraction, emit.numbers(coefficient))
+    # these become the exponent of a float32
     bits = builder.shl(builder.bitcast(rounded, emit.word_vector), emit.words(23))
     scale = builder.bitcast(bits, emit.float_vector)
     return builder.fmul(power, scale)
 
 
 @emitted(literals=1)
-def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> None:
+def compute_weights(emit: Emitter, scores: Value, blocks: Value, key_bytes: int) -> None:
     """Replace scores, in units of log 2, by 2^(score - largest) as numbers of the cache."""
     builder, vectors = emit.builder, BLOCK // LANES
     largest = emit.variables(vectors)
@@ -139,13 +142,13 @@ def compute_weights(emit: Emitter, scores: Any, blocks: Any, key_bytes: int) -> 
 @emitted(literals=2, counts=QUERIES)
 def compute_weighted_sums(
     emit: Emitter,
-    weights: Any,
-    values: Any,
-    value_bytes: Any,
-    words: Any,
-    totals: Any,
-    sums: Any,
-    stride: Any,
+    weights: Value,
+    values: Value,
+    value_bytes: Value,
+    words: Value,
+    totals: Value,
+    sums: Value,
+    stride: Value,
     key_bytes: int,
     vectors: int,
     num_queries: int,
@@ -177,7 +180,7 @@ def compute_weighted_sums(
 
 
 @emitted()
-def gate(emit: Emitter, gate: Any, up: Any, results: Any) -> None:
+def gate(emit: Emitter, gate: Value, up: Value, results: Value) -> None:
     """results = SiLU(gate) * up, 16 numbers of each."""
     builder = emit.builder
     value = emit.load(gate, FLOATS)

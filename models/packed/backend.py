@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import head_size
+from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.threads import num_threads
 from sequoia_plan.models.base.weight_stream import WeightStream
 from sequoia_plan.models.files.stored import stored_matrix
@@ -48,7 +50,11 @@ class PackedBackend(Backend):
     streamed_layers: Sequence[int] = ()
 
     def __init__(
-        self, weights: PackedWeights, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
+        self,
+        weights: PackedWeights,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        recorded: Mapping[str, Any],
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.recorded, self.version = dict(recorded), 0
@@ -69,7 +75,7 @@ class PackedBackend(Backend):
         self.runner = PackedPass(
             model, config, self.vocabulary, cached, workers, self.stream, self.streamed_layers,
         )  # fmt: skip
-        self.runner.kept = weights, self.head_matrix
+        self.runner.owners = weights, self.head_matrix
         if self.kept_tokens is not None:
             self.keep_logits(self.kept_tokens)
 
@@ -79,7 +85,7 @@ class PackedBackend(Backend):
         cut = Storage(bits=8).of(HEAD, stored_matrix(torch.from_numpy(rows)))
         self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
         self.weights.places[HEAD] = self.head_matrix.tiles.reshape(-1), place_of(cut)
-        self.runner.kept = self.weights, self.head_matrix
+        self.runner.owners = self.weights, self.head_matrix
         self.vocabulary = self.runner.vocabulary = cut.outputs
         self.runner.model = Model(
             **self.runner.model.fields | {"head": describe(self.head_matrix)[None]}
@@ -137,9 +143,9 @@ class PackedBackend(Backend):
 
 def multiplied(matrix: Any, rows: Tensor) -> Tensor:
     """float32 [n, inputs] -> [n, outputs], in this thread."""
-    padded = -(-matrix.inputs // UNIT) * UNIT
+    padded = round_up(matrix.inputs, UNIT)
     x = np.zeros((len(rows), padded), np.float32)
     x[:, : rows.shape[1]] = rows.numpy()
-    products = np.empty((len(rows), -(-matrix.outputs // UNIT) * UNIT), np.float32)
+    products = np.empty((len(rows), round_up(matrix.outputs, UNIT)), np.float32)
     project(describe(matrix), x, products)
     return torch.from_numpy(products)[:, : matrix.outputs]

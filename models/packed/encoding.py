@@ -4,10 +4,11 @@ import functools
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.ir import Value
 from numba import cfunc, types
 
+from sequoia_plan.models.packed.features import BYTE, WORD
 from sequoia_plan.models.packed.formats import GROUP
-from sequoia_plan.models.packed.instructions import BYTE, WORD
 from sequoia_plan.models.packed.products import (
     CHUNK,
     COUNTS,
@@ -27,7 +28,7 @@ SMALLEST = 127 / 2.0**127
 
 
 @emitted(literals=2)
-def encode_group(emit: Emitter, source: Any, record: Any, encoding: int, factor: int) -> None:
+def encode_group(emit: Emitter, source: Value, record: Value, encoding: int, factor: int) -> None:
     """Store a group of a row: numbers as they are or in bfloat16, or integers and their scales."""
     builder, totals, number_bytes = emit.builder, [], NUMBER_BYTES[encoding]
     magnitude, words = emit.words(0x7FFFFFFF), emit.at(record, GROUP * number_bytes)

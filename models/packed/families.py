@@ -7,6 +7,7 @@ import torch
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
+    PreTrainedConfig,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
@@ -31,7 +32,7 @@ UNUSED = ("training", "name_or_path", "gradient_checkpointing", "vocab_size", "p
 """Settings of modules that a pass does not depend on."""
 
 
-def empty_module(config: Any) -> Any:
+def empty_module(config: PreTrainedConfig) -> Any:
     """transformers' module of a configuration, without memory; None if the class is not known."""
     model_class: Any = CLASSES.get(config.model_type)
     if model_class is None:
@@ -40,7 +41,7 @@ def empty_module(config: Any) -> Any:
         return model_class(copy.deepcopy(config))
 
 
-def why_not(config: Any, module: Any) -> str:
+def why_not(config: PreTrainedConfig, module: Any) -> str:
     """Why the packed pass does not compute a model; "" if it does.
 
     `module`: of this configuration; None if its class is not known.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from sequoia_plan.models.base.largest import largest_of
 from sequoia_plan.models.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
 from sequoia_plan.models.packed.formats import OUTPUTS
+from sequoia_plan.models.packed.largest import largest_of
 from sequoia_plan.models.packed.records import Record, compiled
 from sequoia_plan.models.packed.vectors import LANES, call
 from sequoia_plan.models.packed.workers import take, wait
@@ -36,17 +36,17 @@ class Model(Record):
 class Reader(Record):
     """A `model`, and its passes' memory: `normed`, `encoded`, `attention` are each worker's own.
 
-    `x` float32 [workers, rows, width], the residual stream; `first` float32 [rows, n]: what the
-    first layer attends to, if n = 0 the normed `x`; `rotary` float32 [positions, 2, head_dim / 2];
-    `positions`, `slots` int64 [rows]; `visible` bool [rows, extent]; `spans` int64 [rows, 2]: the
-    first slot that a row sees, and the end; `keys` [layers, heads, slots / BLOCK, head_dim / n,
-    BLOCK, 2] and `values` [layers, heads, slots / n, head_dim, 2], uint16: words of n = 2 numbers
-    in bfloat16, or of one in float32; `heads`, `attended`, `added`, `gate`, `up`: [rows, n].
-    `logits` float32 [rows to keep, outputs]; `hidden` float32 [states, rows, width]; `layers` int64
-    [states]: after how many layers each hidden state is taken. `largest` float32 and `best` int64
-    [workers, rows to keep]: of each worker's part of the first `vocabulary` logits, the largest one
-    (NaN if one is NaN) and its token. Of steps: `tokens`, `read_slots` int64 [rows]; `last` int64
-    [2]: the last token and position.
+    `x` float32 [workers, rows, width], the residual stream; `attended_first` float32 [rows, n]:
+    what the first layer attends to, if n = 0 the normed `x`; `rotary` float32 [positions, 2,
+    head_dim / 2]; `positions`, `slots` int64 [rows]; `visible` bool [rows, extent]; `spans` int64
+    [rows, 2]: the first slot that a row sees, and the end; `keys` [layers, heads, slots / BLOCK,
+    head_dim / n, BLOCK, 2] and `values` [layers, heads, slots / n, head_dim, 2], uint16: words of n
+    = 2 numbers in bfloat16, or of one in float32; `heads`, `attended`, `added`, `gate`, `up`:
+    [rows, n]. `logits` float32 [rows to keep, outputs]; `hidden` float32 [states, rows, width];
+    `state_layers` int64 [states]: after how many layers each hidden state is taken. `largest`
+    float32 and `best` int64 [workers, rows to keep]: of each worker's part of the first
+    `vocabulary` logits, the largest one (NaN if one is NaN) and its token. Of steps: `tokens`,
+    `read_slots` int64 [rows]; `last` int64 [2]: the last token and position.
     """
 
 
@@ -75,7 +75,7 @@ def multiply(matrix, num_rows, encoded, results, column, first, end):
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
+@partial(compiled, fastmath=True)
 def normalise(row, weight, epsilon, result):
     """RMS norm of one row; all rows go through this function, one at a time."""
     total = np.float32(0)
@@ -109,31 +109,31 @@ def put(numbers, words):
 
 
 @compiled
-def project_heads(reader, layer, rows, hidden, encoded, counter, workers):
+def project_heads(reader, layer, rows, normed, encoded, counter, workers):
     """Heads' queries, keys and values; keys and values are then in the cache."""
     encoder, num_heads = np.int64(0), reader.heads.shape[1]
     first, end = take(counter, workers, num_heads)
     while first < num_heads:
-        encoder = project_some(reader, layer, rows, hidden, encoded, encoder, first, end)
+        encoder = project_some(reader, layer, rows, normed, encoded, encoder, first, end)
         first, end = take(counter, workers, num_heads)
 
 
 @compiled
-def project_some(reader, layer, rows, hidden, encoded, encoder, first_head, end_head):
+def project_some(reader, layer, rows, normed, encoded, encoder, first_head, end_head):
     """Heads from one on; `encoder` is what `encoded` is from, which is returned for the next."""
     model, keys, values = reader.model, reader.keys, reader.values
-    group, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
+    num_heads, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
     per_word = head_dim // keys.shape[3]
     heads, bits = reader.heads, reader.heads.view(np.uint32)
     start = 0
     for part in range(3):
-        count = group if part == QUERY else kv_heads
+        count = num_heads if part == QUERY else kv_heads
         first, end = max(first_head, start), min(end_head, start + count)
         if first < end:
             matrix = model.matrices[layer, part]
             if matrix[ENCODE] != encoder:
                 encoder = matrix[ENCODE]
-                encode(matrix, rows, hidden, encoded)
+                encode(matrix, rows, normed, encoded)
             first_output, end_output = (first - start) * head_dim, (end - start) * head_dim
             multiply(matrix, rows, encoded, heads, start * head_dim, first_output, end_output)
         for row in range(rows):
@@ -162,9 +162,9 @@ def project_some(reader, layer, rows, hidden, encoded, encoder, first_head, end_
 
 @compiled
 def attend(reader, layer, rows, worker, counter, workers):
-    """Attention of heads' queries; queries of one cached head go together."""
-    group = reader.model.heads // reader.keys.shape[1]
-    count = reader.keys.shape[1] * -(-rows * group // QUERIES)
+    """Attention of heads' queries; queries of the heads that share a cached one go together."""
+    shared = reader.model.heads // reader.keys.shape[1]
+    count = reader.keys.shape[1] * -(-rows * shared // QUERIES)
     first, end = take(counter, workers, count)
     while first < count:
         attend_some(reader, layer, rows, worker, first, end)
@@ -176,19 +176,19 @@ def attend_some(reader, layer, rows, worker, item, end_item):
     """Attention of batches of queries from one on."""
     model, keys, values, spans = reader.model, reader.keys, reader.values, reader.spans
     head_dim, visible = model.head_dim, reader.visible
-    group, per_word = model.heads // keys.shape[1], head_dim // keys.shape[3]
+    shared, per_word = model.heads // keys.shape[1], head_dim // keys.shape[3]
     bits, scratch = reader.heads.view(np.uint32), reader.attention[worker]
     seen = np.empty(QUERIES * BATCHES, np.int64)
     queries = scratch.view(np.uint16)
-    batches = -(-rows * group // QUERIES)
+    batches = -(-rows * shared // QUERIES)
     while item < end_item:
         kv_head, batch = item // batches, item % batches
         taken = min(BATCHES, end_item - item, batches - batch)
         start = batch * QUERIES
-        count = min(rows * group - start, taken * QUERIES)
+        count = min(rows * shared - start, taken * QUERIES)
         first, end = visible.shape[1], 0
         for query in range(count):
-            row, head = (start + query) // group, kv_head * group + (start + query) % group
+            row, head = (start + query) // shared, kv_head * shared + (start + query) % shared
             if query and query % QUERIES == 0 and spans[row, 0] >= end:  # another sequence's
                 count, taken = query, query // QUERIES
                 break
@@ -208,7 +208,7 @@ def attend_some(reader, layer, rows, worker, item, end_item):
             -(-end // BLOCK) - first_block, scratch.ctypes.data, scratch.strides[0]),
         )  # fmt: skip
         for query in range(count):
-            row, head = (start + query) // group, kv_head * group + (start + query) % group
+            row, head = (start + query) // shared, kv_head * shared + (start + query) % shared
             # the largest weight is 1; a row that sees no slot has none
             total = max(scratch[query // QUERIES * QUERIES, query % QUERIES], np.float32(1))
             for i in range(head_dim):
@@ -239,17 +239,17 @@ def forward(
     layer's are those of the head's parts. Returns the rounds after it.
     """
     model, epsilon = reader.model, reader.model.epsilon
-    x, hidden, encoded = reader.x[worker], reader.normed[worker], reader.encoded[worker]
+    x, normed, encoded = reader.x[worker], reader.normed[worker], reader.encoded[worker]
     num_layers = model.matrices.shape[0]
     added = reader.added
     for layer in range(first_layer, min(end_layer, num_layers)):
         keep_hidden_states(reader, layer, rows, x, worker)
-        matrices, attended_to = model.matrices[layer], hidden
-        if layer == 0 and reader.first.shape[1]:
-            attended_to = reader.first
+        matrices, attended_to = model.matrices[layer], normed
+        if layer == 0 and reader.attended_first.shape[1]:
+            attended_to = reader.attended_first
         else:
             for row in range(rows):
-                normalise(x[row], model.norms[layer, 0], epsilon, hidden[row])
+                normalise(x[row], model.norms[layer, 0], epsilon, normed[row])
         project_heads(reader, layer, rows, attended_to, encoded, counter, workers)
         rounds = wait(counter, workers, rounds)
         attend(reader, layer, rows, worker, counter, workers)
@@ -258,8 +258,8 @@ def forward(
         rounds = wait(counter, workers, rounds)
         for row in range(rows):
             add(x[row], added[row])
-            normalise(x[row], model.norms[layer, 1], epsilon, hidden[row])
-        gate_all(reader, matrices, rows, hidden, encoded, counter, workers)
+            normalise(x[row], model.norms[layer, 1], epsilon, normed[row])
+        gate_all(reader, matrices, rows, normed, encoded, counter, workers)
         rounds = wait(counter, workers, rounds)
         multiply_all(matrices[DOWN], rows, reader.gate, encoded, added, counter, workers)
         rounds = wait(counter, workers, rounds)
@@ -268,13 +268,13 @@ def forward(
     if end_layer > num_layers:
         keep_hidden_states(reader, num_layers, rows, x, worker)
         for row in range(rows):
-            normalise(x[row], model.final_norm, epsilon, hidden[row])
-        keep_hidden_states(reader, -1, rows, hidden, worker)
+            normalise(x[row], model.final_norm, epsilon, normed[row])
+        keep_hidden_states(reader, -1, rows, normed, worker)
         for part in range(max(first_layer - num_layers, 0), end_layer - num_layers):
             if part:
                 rounds = wait(counter, workers, rounds)
             compute_logits(
-                reader, part, hidden[rows - kept : rows], start, worker, counter, workers
+                reader, part, normed[rows - kept : rows], start, worker, counter, workers
             )
     return wait(counter, workers, rounds)
 
@@ -337,8 +337,8 @@ def compute_logits(reader, part, rows, start, worker, counter, workers):
 @compiled
 def keep_hidden_states(reader, layer, rows, x, worker):
     """Copy hidden states to the outputs that are taken after so many layers (-1: normed)."""
-    for state in range(reader.layers.shape[0]):
-        if worker == 0 and reader.layers[state] == layer:
+    for state in range(reader.state_layers.shape[0]):
+        if worker == 0 and reader.state_layers[state] == layer:
             for row in range(rows):
                 copy(x[row], reader.hidden[state, row])
 

@@ -10,6 +10,7 @@ from weakref import finalize
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedConfig
 
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.dtype import dtype_name
@@ -44,7 +45,7 @@ class PackedFile(PackedBackend):
     """Runs the weights of a packed file, which processes share."""
 
     def __init__(
-        self, path: Path, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
+        self, path: Path, config: PreTrainedConfig, dtype: torch.dtype, recorded: Mapping[str, Any]
     ) -> None:
         self.file = file = WeightFile(path)
         mapped = file.map()
@@ -75,7 +76,11 @@ class StreamedFile(PackedBackend):
     reads_embeddings = True
 
     def __init__(
-        self, file: WeightFile, config: Any, dtype: torch.dtype, recorded: Mapping[str, Any]
+        self,
+        file: WeightFile,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        recorded: Mapping[str, Any],
     ) -> None:
         self.file, (outside, *self.layers), self.backend = file, file.blocks, self
         *_, last = outside.tensors.values()

@@ -6,21 +6,17 @@ NUMBA_CPU_FEATURES may change. Sums are whole numbers, so all kinds give the sam
 
 from __future__ import annotations
 
-import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import config
-from numba.core.registry import cpu_target
+from llvmlite.ir import Value
 
-from sequoia_plan.artifacts.processor import instruction_sets
+from sequoia_plan.models.packed.features import BYTE, FEATURES, HALF_WORD, WORD
 from sequoia_plan.models.packed.formats import QUAD
+from sequoia_plan.models.packed.vectors import Emitter
 
-BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 SIGNS = -0x7F7F7F80
 """The upper bit of each byte of a word."""
 
@@ -42,17 +38,17 @@ class Instructions:
     pieces: int
     float_rows: int
     needs: tuple[str, ...]
-    add_up: Callable[[Any, Sequence[Any], int, Any, Any], Any]
-    look_up: Callable[[Any, Any, Sequence[int]], Any]
-    prepare: Callable[[Any, Any, int], Any] = lambda emit, weights, bits: weights
+    add_up: Callable[[Emitter, Sequence[Any], int, Value, Value], Value]
+    look_up: Callable[[Emitter, Value, Sequence[int]], Value]
+    prepare: Callable[[Emitter, Value, int], Any] = lambda emit, weights, bits: weights
 
 
-def _fours(emit: Any, numbers: Any, count: int) -> list[Any]:
+def _fours(emit: Emitter, numbers: Value, count: int) -> list[Value]:
     """Four bytes after the other, each four in all lanes."""
     return [emit.load_splat(emit.at(numbers, QUAD * place), WORD) for place in range(count)]
 
 
-def _four_of_a_vector(emit: Any, numbers: Any, count: int) -> list[Any]:
+def _four_of_a_vector(emit: Emitter, numbers: Value, count: int) -> list[Value]:
     """The same from one load: NEON multiplies by a lane of a vector."""
     words = emit.load(numbers, ir.VectorType(WORD, count), align=4)
     kind = ir.VectorType(WORD, emit.lanes)
@@ -62,12 +58,14 @@ def _four_of_a_vector(emit: Any, numbers: Any, count: int) -> list[Any]:
     ]
 
 
-def _as(emit: Any, value: Any, kind: Any) -> Any:
+def _as(emit: Emitter, value: Value, kind: ir.IntType) -> Value:
     """The bits of words as a vector of bytes or half words."""
     return emit.builder.bitcast(value, ir.VectorType(kind, 4 * emit.lanes * 8 // kind.width))
 
 
-def _add_up_vnni(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_vnni(
+    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+) -> Value:
     """vpdpbusd adds the products of four bytes."""
     total, name = emit.words(0), f"llvm.x86.avx512.vpdpbusd.{32 * emit.lanes}"
     for quad, four in zip(weights, _fours(emit, numbers, len(weights)), strict=True):
@@ -75,7 +73,7 @@ def _add_up_vnni(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -
     return total
 
 
-def _prepare_avx2(emit: Any, weights: Any, bits: int) -> Any:
+def _prepare_avx2(emit: Emitter, weights: Value, bits: int) -> Any:
     """Of bytes, less 128: the sizes, and the signed ones; others as they are."""
     if bits < 8:
         return weights
@@ -83,7 +81,9 @@ def _prepare_avx2(emit: Any, weights: Any, bits: int) -> Any:
     return emit.call(f"llvm.abs.v{4 * emit.lanes}i8", signed.type, signed, ir.IntType(1)(0)), signed
 
 
-def _add_up_avx2(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_avx2(
+    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+) -> Value:
     """vpmaddubsw adds two products in 16 bits, which it must not exceed; vpmaddwd two of these."""
     builder, sums = emit.builder, None
     total = emit.load_splat(start, WORD) if bits == 8 else None
@@ -104,12 +104,14 @@ def _add_up_avx2(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -
     return total
 
 
-def _prepare_signed(emit: Any, weights: Any, bits: int) -> Any:
+def _prepare_signed(emit: Emitter, weights: Value, bits: int) -> Any:
     """Weights less 128."""
     return emit.builder.xor(weights, emit.words(SIGNS))
 
 
-def _add_up_neon(emit: Any, weights: Any, total: Any, numbers: Any, name: str) -> Any:
+def _add_up_neon(
+    emit: Emitter, weights: Sequence[Any], total: Value, numbers: Value, name: str
+) -> Value:
     """`sdot` and `usdot` add the products of four bytes."""
     for quad, four in zip(weights, _four_of_a_vector(emit, numbers, len(weights)), strict=True):
         pair = _as(emit, quad, BYTE), _as(emit, four, BYTE)
@@ -117,15 +119,21 @@ def _add_up_neon(emit: Any, weights: Any, total: Any, numbers: Any, name: str) -
     return total
 
 
-def _add_up_sdot(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_sdot(
+    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+) -> Value:
     return _add_up_neon(emit, weights, emit.load_splat(start, WORD), numbers, "sdot")
 
 
-def _add_up_usdot(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_usdot(
+    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+) -> Value:
     return _add_up_neon(emit, weights, emit.words(0), numbers, "usdot")
 
 
-def _add_up_anywhere(emit: Any, weights: Any, bits: int, numbers: Any, start: Any) -> Any:
+def _add_up_anywhere(
+    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+) -> Value:
     """Byte by byte, with what every processor has."""
     builder, total = emit.builder, emit.words(0)
     for quad, four in zip(weights, _fours(emit, numbers, len(weights)), strict=True):
@@ -137,10 +145,10 @@ def _add_up_anywhere(emit: Any, weights: Any, bits: int, numbers: Any, start: An
     return total
 
 
-def _look_up_with(name: str) -> Callable[[Any, Any, Sequence[int]], Any]:
+def _look_up_with(name: str) -> Callable[[Emitter, Value, Sequence[int]], Value]:
     """An instruction that has a table of 16 bytes for each 16 indices."""
 
-    def look_up(emit: Any, words: Any, table: Sequence[int]) -> Any:
+    def look_up(emit: Emitter, words: Value, table: Sequence[int]) -> Value:
         indices = _as(emit, words, BYTE)
         entries = ir.Constant(indices.type, [*table] * (indices.type.count // len(table)))
         values = emit.call(name, indices.type, entries, indices)
@@ -149,11 +157,11 @@ def _look_up_with(name: str) -> Callable[[Any, Any, Sequence[int]], Any]:
     return look_up
 
 
-def _look_up_anywhere(emit: Any, words: Any, table: Sequence[int]) -> Any:
+def _look_up_anywhere(emit: Emitter, words: Value, table: Sequence[int]) -> Value:
     """Each bit chooses between halves of what is left."""
     builder, indices = emit.builder, _as(emit, words, BYTE)
 
-    def constant(value: int) -> Any:
+    def constant(value: int) -> Value:
         return ir.Constant(indices.type, [value] * indices.type.count)
 
     entries = [constant(value) for value in table]
@@ -185,22 +193,4 @@ def kind_for(features: set[str]) -> Instructions:
     return next(kind for kind in KINDS if features.issuperset(kind.needs))
 
 
-def _compiled_for() -> set[str]:
-    """The features of the processor that numba compiles for."""
-    if platform.machine() in ("aarch64", "arm64") and not config.CPU_FEATURES:
-        # LLVM does not report these two of the processor that it runs on
-        names = ["asimddp"] if sys.platform == "darwin" else instruction_sets() or []
-        own = {"asimddp": "+dotprod", "i8mm": "+i8mm"}
-        features = [llvm.get_host_cpu_features().flatten(), *(own[n] for n in names if n in own)]
-        config.CPU_FEATURES = ",".join(features)
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    return {feature[1:] for feature in features if feature.startswith("+")}
-
-
-FEATURES = _compiled_for()
 OWN = kind_for(FEATURES)
-
-
-def multiplies_bfloats(lanes: int) -> bool:
-    """Whether vdpbf16ps adds products of pairs of bfloat16 numbers, in vectors of so many."""
-    return "avx512bf16" in FEATURES and lanes == KINDS[0].lanes

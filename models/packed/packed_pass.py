@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -127,14 +128,15 @@ class PackedPass:
     """Runs packed layers over rows. Its scratch memory lets one pass run at a time.
 
     `streamed_layers` are those whose weights `stream` brings in every pass; the head's parts count
-    as layers. `kept` has the memory of the weights, of which `model` has addresses.
+    as layers. `dtype` is the cache's; `rotary` float32 [positions, 2, head_dim / 2], cosines and
+    sines. `owners` own the memory of the weights, of which `model` has addresses.
     """
 
-    kept: Any = None
+    owners: Any = None
 
     def __init__(
-        self, model: Model, config: Any, vocabulary: int, dtype: torch.dtype, workers: int,
-        stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
+        self, model: Model, config: PreTrainedConfig, vocabulary: int, dtype: torch.dtype,
+        workers: int, stream: WeightStream | None = None, streamed_layers: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.model, self.vocabulary, self.dtype = model, vocabulary, dtype
         self.width, self.kv_heads = config.hidden_size, config.num_key_value_heads
@@ -172,8 +174,8 @@ class PackedPass:
             self.scratch["x"][:, :rows, : self.width] = x
             reader = self.new_reader(
                 cache, self.workers.count, kept, layers, self.vocabulary, **self.scratch,
-                first=first, slots=slots, positions=positions, visible=visible, spans=spans,
-                tokens=NOTHING, read_slots=NOTHING, last=NOTHING,
+                attended_first=first, slots=slots, positions=positions, visible=visible,
+                spans=spans, tokens=NOTHING, read_slots=NOTHING, last=NOTHING,
             )  # fmt: skip
             if self.stream and cache.may_wait:  # with its scratch memory
                 cache.waiting, self.scratch_rows = [(reader, rows, 0, kept)], 0
@@ -188,12 +190,12 @@ class PackedPass:
     def run(self, cache: PackedCache, *arguments: Any) -> None:
         """A pass, after the one that waits for it, each layer of both as its weights arrive."""
         passes, cache.waiting = [*cache.waiting, arguments], []
-        for part in self.parts():
+        for layers in self.layer_ranges():
             for others in passes:
-                self.workers.run(forward, 1, *others, *part)
+                self.workers.run(forward, 1, *others, *layers)
 
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Ranges of layers, each of which is in memory when it is yielded."""
+    def layer_ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges of layers and parts of the head, each in memory when it is yielded."""
         start, num_layers = 0, len(self.model.matrices) + len(self.model.head)
         for number, layer in enumerate(self.streamed if self.stream else ()):
             assert self.stream
@@ -219,7 +221,7 @@ class PackedPass:
             model=self.model, rotary=self.rotary, keys=cache.keys, values=cache.values,
             logits=np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32),
             hidden=np.zeros((len(layers), len(others["heads"]), self.padded_width), np.float32),
-            layers=np.array(layers, np.int64), largest=np.zeros((workers, kept), np.float32),
+            state_layers=np.array(layers, np.int64), largest=np.zeros((workers, kept), np.float32),
             best=np.zeros((workers, kept), np.int64), vocabulary=vocabulary, **others,
         )  # fmt: skip
 

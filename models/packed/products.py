@@ -10,18 +10,12 @@ import functools
 from typing import Any, NamedTuple
 
 from llvmlite import ir
+from llvmlite.ir import Value
 from numba import cfunc, types
 
+from sequoia_plan.models.packed.features import BYTE, HALF_WORD, LONG, WORD, multiplies_bfloats
 from sequoia_plan.models.packed.formats import FORMATS, GROUP, OUTPUTS, QUAD, Format
-from sequoia_plan.models.packed.instructions import (
-    BYTE,
-    HALF_WORD,
-    LONG,
-    OWN,
-    WORD,
-    Instructions,
-    multiplies_bfloats,
-)
+from sequoia_plan.models.packed.instructions import OWN, Instructions
 from sequoia_plan.models.packed.vectors import FLOAT, LANES, Emitter, emitted
 
 CHUNK = 32
@@ -65,16 +59,16 @@ def encoded_bytes(format: int, inputs: int, kind: Instructions = OWN) -> int:
 
 @emitted(literals=1)
 def multiply_tile(
-    emit: Emitter, rows: Any, num_rows: Any, tile: Any, steps: Any, results: Any,
-    result_bytes: Any, format: int,
+    emit: Emitter, rows: Value, num_rows: Value, tile: Value, steps: Value, results: Value,
+    result_bytes: Value, format: int,
 ) -> None:  # fmt: skip
     """See `emit_tile`, which this calls for the processor that numba compiles for."""
     emit_tile(emit.builder, OWN, format, rows, num_rows, tile, steps, results, result_bytes)
 
 
 def emit_tile(
-    builder: Any, kind: Instructions, format: int, rows: Any, num_rows: Any, tile: Any, steps: Any,
-    results: Any, result_bytes: Any,
+    builder: ir.IRBuilder, kind: Instructions, format: int, rows: Value, num_rows: Value,
+    tile: Value, steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
     """The products of up to `CHUNK` encoded rows by one tile, written to their results."""
     emit, layout, places = Emitter(builder, kind.lanes), FORMATS[format], (rows, num_rows, tile)
@@ -88,8 +82,8 @@ def emit_tile(
 
 
 def _emit_float_tile(
-    emit: Emitter, format: Format, encoding: int, at_once: int, rows: Any, num_rows: Any, tile: Any,
-    steps: Any, results: Any, result_bytes: Any,
+    emit: Emitter, format: Format, encoding: int, at_once: int, rows: Value, num_rows: Value,
+    tile: Value, steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
     """The sums of some rows at once, then of fewer, are in registers from the first input on."""
     builder = emit.builder
@@ -128,8 +122,8 @@ def _emit_float_tile(
 
 
 def _emit_numbers(
-    emit: Emitter, format: Format, encoding: int, address: Any
-) -> list[tuple[Any, int]]:
+    emit: Emitter, format: Format, encoding: int, address: Value
+) -> list[tuple[Value, int]]:
     """Vectors of weights and the places of their inputs; of pairs, the upper numbers first."""
     if format.name != "BF16":
         return [(emit.floats(address, f"float{8 * format.block_bytes}"), 0)]
@@ -140,10 +134,17 @@ def _emit_numbers(
 
 
 def _emit_integer_tile(
-    emit: Emitter, format: Format, kind: Instructions, rows: Any, num_rows: Any, tile: Any,
-    steps: Any, results: Any, result_bytes: Any,
+    emit: Emitter, format: Format, kind: Instructions, rows: Value, num_rows: Value, tile: Value,
+    steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
-    """All rows use a group of weights; their sums are in memory between two groups."""
+    """All rows use a group of weights; their sums are in memory between two groups.
+
+        for each block of inputs, each part of the tile's outputs, each group of the block:
+            load the group's weights, and their scales, for these outputs into registers
+            for each row: total += scale * (sum of products) - offset * (sum of the row's group)
+
+    `totals`: float32 [rows, outputs of a tile]. A part has the outputs of `at_once` bytes of words.
+    """
     builder, groups = emit.builder, format.block // GROUP
     totals = emit.memory(CHUNK * OUTPUTS // LANES)
     vectors = range(0, PAIR, 4 * emit.lanes)
@@ -172,8 +173,8 @@ def _emit_integer_tile(
 
 
 def _emit_integer_step(
-    emit: Emitter, format: Format, kind: Instructions, block: Any, outputs: Any,
-    records: list[Any], num_rows: Any, totals: Any, fetched: Any, lines: int,
+    emit: Emitter, format: Format, kind: Instructions, block: Value, outputs: Value,
+    records: list[Value], num_rows: Value, totals: Value, fetched: Value, lines: int,
 ) -> None:  # fmt: skip
     """Add scale * (products of integers) - offset * (sum of the row's group) of some outputs.
 
@@ -209,25 +210,25 @@ def _emit_integer_step(
             )  # fmt: skip
 
 
-def _emit_factors(emit: Emitter, format: Format, step: Any, output: Any) -> list[Any]:
-    """The factors of a block of the outputs from one on."""
+def _emit_factors(emit: Emitter, format: Format, block: Value, output: Value) -> list[Value]:
+    """The factors of a block, float32 [lanes] each, of the outputs from `output` on."""
     builder, size = emit.builder, format.step["factors"].shape[2]
-    if size == 1:  # 2 to the power of byte - 131
-        exponents = emit.load(emit.at(step, output), ir.VectorType(BYTE, emit.lanes))
+    if size == 1:  # 2 to the power of byte - 131, whose exponent field is byte - 4
+        exponents = emit.load(emit.at(block, output), ir.VectorType(BYTE, emit.lanes))
         exponents = builder.zext(exponents, emit.word_vector)
         exponents = builder.sub(exponents, emit.words(4))
         name = f"llvm.smax.v{emit.lanes}i32"
         exponents = emit.call(name, emit.word_vector, exponents, emit.words(0))
         return [builder.bitcast(builder.shl(exponents, emit.words(23)), emit.float_vector)]
     return [
-        emit.floats(emit.at(step, size * OUTPUTS * place, (output, size)), "float16")
+        emit.floats(emit.at(block, size * OUTPUTS * place, (output, size)), "float16")
         for place in range(len(format.factors))
     ]
 
 
 def _emit_scales(
-    emit: Emitter, format: Format, factors: list[Any], scales: list[Any], groups: range
-) -> list[list[Any]]:
+    emit: Emitter, format: Format, factors: list[Value], scales: list[Value], groups: range
+) -> list[list[Value]]:
     """Of some groups of a block, [scale] or [scale, offset] as float32 vectors."""
     if not scales:
         return [factors] * len(groups)
@@ -247,7 +248,7 @@ def _emit_scales(
     return results
 
 
-def _emit_planes(emit: Emitter, address: Any, planes: tuple[int, ...], quads: int) -> list[Any]:
+def _emit_planes(emit: Emitter, address: Value, planes: tuple[int, ...], quads: int) -> list[Value]:
     """Integers from their planes (see `Format.step`): a vector of words for each quad."""
     builder, low = emit.builder, 0
     results: list[Any] = [None] * quads
@@ -274,8 +275,8 @@ def _emit_planes(emit: Emitter, address: Any, planes: tuple[int, ...], quads: in
 
 
 def _emit_integer_row(
-    emit: Emitter, kind: Instructions, bits: int, record: Any, quads: list[list[Any]],
-    scales: list[Any], totals: list[Any],
+    emit: Emitter, kind: Instructions, bits: int, record: Value, quads: list[list[Value]],
+    scales: list[Value], totals: list[Value],
 ) -> None:  # fmt: skip
     """Add one row's products by a group of some pieces of a tile to its totals."""
     builder, parts, num_scales = emit.builder, range(GROUP // LANES), len(scales[0])

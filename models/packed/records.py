@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from os.path import dirname
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,14 @@ from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, lower_getattr_generic, models, register_model, unbox
 from numba.np.arrayobj import make_array, populate_array
 
-from sequoia_plan.models.packed.instructions import LONG
+from sequoia_plan.artifacts.files import follow_sources
+from sequoia_plan.models.packed.features import LONG
 
-compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+def compiled(function: Any, **flags: Any) -> Any:
+    """Compile a function, and keep the code while no source beside it or this one changes."""
+    compiled = njit(nogil=True, cache=True, error_model="numpy", **flags)(function)
+    return follow_sources(compiled, *{dirname(__file__), dirname(function.__code__.co_filename)})
 
 
 @functools.cache
@@ -69,11 +75,7 @@ class Record:
 
     def __reduce__(self) -> Any:
         """For pickle and copies: the addresses of their own arrays."""
-        return _made_of, (type(self), self.fields)
-
-
-def _made_of(kind: type[Record], fields: dict[str, Any]) -> Record:
-    return kind(**fields)
+        return functools.partial(type(self), **self.fields), ()
 
 
 register_model(RecordType)(models.IntegerModel)  # an address

@@ -1,8 +1,4 @@
-"""Vectors of 16 numbers in LLVM's terms, for the intrinsics of products and attention.
-
-numba's cache looks at a function's own file only: after a change to this one, or to an intrinsic
-that another file uses, delete `models/packed/__pycache__`.
-"""
+"""Vectors of numbers in LLVM's terms, for the intrinsics of products and attention."""
 
 from __future__ import annotations
 
@@ -12,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.ir import Value
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from sequoia_plan.models.packed.instructions import BYTE, HALF_WORD, LONG, WORD, multiplies_bfloats
+from sequoia_plan.models.packed.features import BYTE, HALF_WORD, LONG, WORD, multiplies_bfloats
 
 LANES = 16
 """Numbers in a vector: 512 bits in float32. LLVM splits them where the processor's are shorter."""
@@ -50,7 +47,7 @@ class Emitter:
         self.builder, self.lanes = builder, lanes
         self.float_vector, self.word_vector = (ir.VectorType(k, lanes) for k in (FLOAT, WORD))
 
-    def at(self, address: ir.Value, *terms: ir.Value | int | tuple[ir.Value, int]) -> ir.Value:
+    def at(self, address: Value, *terms: Value | int | tuple[Value, int]) -> Value:
         """An address plus bytes; a pair is an index times the bytes of an entry."""
         for term in terms:
             if isinstance(term, tuple):
@@ -58,45 +55,45 @@ class Emitter:
             address = self.builder.add(address, LONG(term) if isinstance(term, int) else term)
         return address
 
-    def load(self, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+    def load(self, address: Value, kind: ir.Type, align: int = 1) -> Value:
         """What is at an address."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
 
-    def store(self, value: ir.Value, address: ir.Value, align: int = 1) -> None:
+    def store(self, value: Value, address: Value, align: int = 1) -> None:
         """Write a value to an address."""
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer, align=align)
 
-    def splat(self, number: ir.Value) -> ir.Value:
+    def splat(self, number: Value) -> Value:
         """A vector that has one number in all lanes."""
         empty = ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined)
         one = self.builder.insert_element(empty, number, WORD(0))
         return self.builder.shuffle_vector(one, empty, self.words(0))
 
-    def load_splat(self, address: ir.Value, kind: ir.Type) -> ir.Value:
+    def load_splat(self, address: Value, kind: ir.Type) -> Value:
         """The number at an address, in all lanes."""
         return self.splat(self.load(address, kind, align=4))
 
-    def words(self, number: int) -> ir.Value:
+    def words(self, number: int) -> Value:
         """An integer in all lanes."""
         return ir.Constant(self.word_vector, [number] * self.lanes)
 
-    def numbers(self, number: float) -> ir.Value:
+    def numbers(self, number: float) -> Value:
         """A number in floating point in all lanes."""
         return ir.Constant(self.float_vector, [number] * self.lanes)
 
-    def memory(self, vectors: int) -> ir.Value:
+    def memory(self, vectors: int) -> Value:
         """The address of memory for so many vectors of 16, which the function has to itself."""
         place = cgutils.alloca_once(self.builder, ir.ArrayType(FLOATS, vectors))
         return self.builder.ptrtoint(place, LONG)
 
-    def prefetch(self, address: ir.Value, count: int) -> None:
+    def prefetch(self, address: Value, count: int) -> None:
         """Ask for the lines of so many bytes from an address on, in the first cache."""
         for start in range(0, count, 64):
             line = self.builder.inttoptr(self.at(address, start), BYTE.as_pointer())
             self.call("llvm.prefetch.p0i8", ir.VoidType(), line, WORD(0), WORD(3), WORD(1))
 
-    def call(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+    def call(self, name: str, result: ir.Type, *values: Value) -> Value:
         """Call an instruction of LLVM by its name."""
         module = self.builder.module
         kinds = [value.type for value in values]
@@ -104,11 +101,11 @@ class Emitter:
         function = function or ir.Function(module, ir.FunctionType(result, kinds), name)
         return self.builder.call(function, values)
 
-    def fma(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
+    def fma(self, left: Value, right: Value, total: Value) -> Value:
         """left * right + total, rounded once."""
         return self.call(f"llvm.fma.v{self.lanes}f32", self.float_vector, left, right, total)
 
-    def variables(self, count: int, address: ir.Value | None = None) -> list[ir.Value]:
+    def variables(self, count: int, address: Value | None = None) -> list[Value]:
         """Vectors, 0 or what is at an address at first; LLVM keeps them in registers."""
         values = [self.numbers(0.0)] * count
         if address:
@@ -118,7 +115,7 @@ class Emitter:
             self.builder.store(value, variable)  # not at the function's start: a loop does it again
         return variables
 
-    def add_product(self, left: ir.Value, right: ir.Value, variable: ir.Value) -> None:
+    def add_product(self, left: Value, right: Value, variable: Value) -> None:
         """Add left * right to a variable; of pairs of bfloat16 numbers, the upper product first."""
         builder, total = self.builder, self.builder.load(variable)
         if left.type == self.float_vector:
@@ -131,17 +128,17 @@ class Emitter:
                 total = self.fma(*numbers, total)
         builder.store(total, variable)
 
-    def halves(self, pairs: ir.Value) -> list[ir.Value]:
+    def halves(self, pairs: Value) -> list[Value]:
         """The upper and the lower number of pairs in bfloat16, as float32."""
         upper = self.builder.and_(pairs, self.words(-1 << 16))
         lower = self.builder.shl(pairs, self.words(16))
         return [self.builder.bitcast(half, self.float_vector) for half in (upper, lower)]
 
-    def larger(self, value: ir.Value, bound: ir.Value) -> ir.Value:
+    def larger(self, value: Value, bound: Value) -> Value:
         """The larger of two vectors' numbers; the second one's in place of NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", value, bound), value, bound)
 
-    def bfloats(self, value: ir.Value) -> ir.Value:
+    def bfloats(self, value: Value) -> Value:
         """float32 numbers rounded to bfloat16, ties to even, as int16."""
         builder, kind = self.builder, ir.VectorType(HALF_WORD, self.lanes)
         if multiplies_bfloats(self.lanes):
@@ -153,18 +150,18 @@ class Emitter:
         bits = builder.add(builder.add(bits, odd), most)
         return builder.trunc(builder.lshr(bits, sixteen), kind)
 
-    def load_vectors(self, address: ir.Value, count: int, kind: ir.Type) -> list[ir.Value]:
+    def load_vectors(self, address: Value, count: int, kind: ir.Type) -> list[Value]:
         """Vectors of float32 or words that lie side by side."""
         size = 4 * self.lanes
         return [self.load(self.at(address, size * place), kind) for place in range(count)]
 
     @contextmanager
-    def loop(self, count: ir.Value) -> Iterator[ir.Value]:
+    def loop(self, count: Value) -> Iterator[Value]:
         """A loop whose body is what is emitted inside; yields the index."""
         with cgutils.for_range(self.builder, count) as loop:
             yield loop.index
 
-    def floats(self, address: ir.Value, kind: str) -> ir.Value:
+    def floats(self, address: Value, kind: str) -> Value:
         """A vector of numbers of a kind ("float32" or "float16") as float32."""
         if kind == "float32":
             return self.load(address, self.float_vector)

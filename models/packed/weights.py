@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedConfig
 
 from sequoia_plan.models.files.stored import StoredMatrix, WeightSource
 from sequoia_plan.models.offload.weight_file import Place, WeightBlock, place_blocks
@@ -213,7 +213,9 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
     )
 
 
-def model_of(weights: PackedWeights, config: Any, head_dim: int, key_bytes: int) -> Model:
+def model_of(
+    weights: PackedWeights, config: PreTrainedConfig, head_dim: int, key_bytes: int
+) -> Model:
     """What the pass reads of a model."""
     layers = [f"model.layers.{number}." for number in range(config.num_hidden_layers)]
     rows = [[describe(weights.matrix(f"{x}{name}.weight")) for name in MATRICES] for x in layers]

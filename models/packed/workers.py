@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sequoia_plan.models.packed.instructions import LONG, WORD
+from sequoia_plan.models.packed.features import LONG, WORD
 from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.models.packed.system import sched_yield
 from sequoia_plan.models.packed.vectors import Emitter

@@ -10,9 +10,9 @@ import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base.cache import round_up
-from sequoia_plan.models.base.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.attention import BLOCK
 from sequoia_plan.models.packed.forward import INPUTS, ROW_BYTES, UNIT, Reader
+from sequoia_plan.models.packed.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.packed_pass import NO_ROWS, NOTHING, PackedPass
 from sequoia_plan.models.packed.system import now
 from sequoia_plan.models.packed.tiles import Matrix, aligned_zeros, embedding_of
@@ -41,8 +41,8 @@ RULES = {"sequoia": SEQUOIA, "traversal": TRAVERSAL}
 def tree_of(tree: TokenTree, pass_rows: Sequence[int], pass_draws: Sequence[int]) -> Tree:
     """A tree's structure, with the rows that each draft pass reads and the draws of each node."""
     inner = np.flatnonzero(tree.child_count)
-    rows = np.zeros(tree.size, np.int64)
-    rows[inner] = np.arange(inner.size)
+    inner_index = np.zeros(tree.size, np.int64)
+    inner_index[inner] = np.arange(inner.size)
     counts = tree.num_parents_by_level
     firsts = np.cumsum([0, *counts])[:-1]
     passes = np.array([*zip(firsts, counts, pass_draws, pass_rows, strict=True)], np.int64)
@@ -52,7 +52,7 @@ def tree_of(tree: TokenTree, pass_rows: Sequence[int], pass_draws: Sequence[int]
     return Tree(
         parents=integers(np.append(-1, tree.parents[1:])), levels=integers(tree.position_ids),
         first_child=integers(tree.first_child), num_children=integers(tree.child_count),
-        looked_up=integers(looked_up), rows=rows, inner=integers(inner),
+        looked_up=integers(looked_up), inner_index=inner_index, inner=integers(inner),
         passes=passes.reshape(-1, 4), depth=tree.depth, branching=max(tree.branching, 1),
     )  # fmt: skip
 
@@ -71,23 +71,21 @@ class CompiledStep:
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
         self.cache = sequence.target
-        part, vocabulary, d2t = None, 0, None
-        if drafter:
-            part, vocabulary, d2t = drafter.backend, drafter.vocabulary, drafter.d2t
-        # they keep the weights, of which a step has addresses
-        workers, self.kept = self.workers.count, (target.runner, part and part.runner)
-        reader = drafting = new_reader(
+        vocabulary, d2t = (drafter.vocabulary, drafter.d2t) if drafter else (0, None)
+        draft, workers = drafter and drafter.backend, self.workers.count
+        self.owners = target.runner, draft and draft.runner  # of weights, whose addresses it has
+        reader = draft_reader = new_reader(
             target.runner, target.embedding, target.vocabulary, sequence.target, workers, rows,
             contexts[0], hidden_states,
         )  # fmt: skip
-        own, eagle = target.embedding, part if hasattr(part, "fc") else None
-        if part:
-            own, layers, first_inputs = part.embedding, (), 0
+        own, eagle = target.embedding, draft if draft and draft.traits.reads_features else None
+        if draft:
+            own, layers, first_inputs = draft.embedding, (), 0
             if eagle:
                 layers, first_inputs = eagle.output_layers, round_up(2 * eagle.runner.width, UNIT)
                 own = eagle.embedding(target)
-            drafting = new_reader(
-                part.runner, own, vocabulary, sequence.draft, workers,
+            draft_reader = new_reader(
+                draft.runner, own, vocabulary, sequence.draft, workers,
                 max(rows, CATCH_UP_TOKENS + 1), contexts[-1], layers, first_inputs,
             )  # fmt: skip
         most = max(target.vocabulary, vocabulary)
@@ -96,14 +94,14 @@ class CompiledStep:
             t2d, own_tokens = np.full(target.vocabulary, -1), d2t.long().contiguous().numpy()
             t2d[own_tokens] = np.arange(own_tokens.size)
         self.step = Step(
-            target=reader, draft=drafting, eagle=eagle_of(eagle, sequence.draft, workers, rows),
+            target=reader, draft=draft_reader, eagle=eagle_of(eagle, sequence.draft, workers, rows),
             tokens=sequence.tokens.numpy(), length=sequence.length.numpy(),
             chain=sequence.lookup_chain.numpy(), embedding=embedding_of(target.embedding),
             draft_embedding=embedding_of(own), bits=sequence.bits.numpy(),
             uniforms=sequence.uniforms.numpy(), path=np.zeros(rows, np.int64),
             own_tokens=np.zeros(rows, np.int64), masses=np.zeros(rows),
             residuals=np.zeros((rows, 4)), sums=np.zeros((workers, -(-most // SUM_BLOCK))),
-            memory=np.zeros((1, target.vocabulary), np.float32),
+            scratch=np.zeros((1, target.vocabulary), np.float32),
             probs=np.empty((rows, target.vocabulary), np.float32), t2d=t2d, d2t=own_tokens,
             output=np.zeros(2 + 2 * rows, np.int64), times=np.zeros(rows + 3),
         )  # fmt: skip
@@ -168,13 +166,14 @@ class CompiledStep:
 def new_step(
     target: Any, drafter: Drafter | None, sequence: SequenceState, **sizes: Any
 ) -> CompiledStep | None:
-    """Steps of compiled models; None if one cannot be a part of a compiled step.
+    """Steps of compiled models; None if one cannot be a draft_backend of a compiled step.
 
     Those with windows cannot, and drafts that need embeddings which the target reads.
     """
     caches = [sequence.target, *([sequence.draft] if drafter else [])]
-    reads = target.reads_embeddings and drafter and hasattr(drafter.backend, "fc")
-    if reads or any(cache.positions is not None for cache in caches):
+    reads_features = drafter is not None and drafter.backend.traits.reads_features
+    has_windows = any(cache.positions is not None for cache in caches)
+    if has_windows or (reads_features and target.reads_embeddings):
         return None
     return CompiledStep(target, drafter, sequence, **sizes)
 
@@ -189,7 +188,7 @@ def new_reader(
     return runner.new_reader(
         cache, workers, rows, hidden_states, vocabulary,
         **runner.new_scratch(workers, rows, slots),
-        first=np.zeros((rows, first_inputs), np.float32),
+        attended_first=np.zeros((rows, first_inputs), np.float32),
         positions=integers(rows), slots=integers(rows), tokens=integers(rows),
         read_slots=integers(rows), spans=integers((rows, 2)),
         visible=np.zeros((rows, slots), np.bool_),

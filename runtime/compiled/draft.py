@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from sequoia_plan.models.base.largest import BLOCK as SUM_BLOCK
-from sequoia_plan.models.base.largest import maximum
 from sequoia_plan.models.packed.forward import FIRST, copy, forward, normalise
+from sequoia_plan.models.packed.largest import BLOCK as SUM_BLOCK
+from sequoia_plan.models.packed.largest import maximum
 from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.models.packed.tiles import read_row
 from sequoia_plan.models.packed.workers import wait
 from sequoia_plan.runtime.compiled.memory import are_finite, largest_in, note_time
-from sequoia_plan.runtime.sampling.vocabulary_loops import draw_from, fill, top_of_row, weigh
+from sequoia_plan.runtime.compiled.vocabulary_loops import draw_from, top_of_row, weigh
 
 
 @compiled
@@ -84,12 +84,12 @@ def put_features(worker, workers, counter, rounds, step, rows, previous, first_o
             copy(reader.hidden[0, first_output + previous[row]], x[row, :width])
         if row % workers == worker:
             read_row(step.draft_embedding, min(reader.tokens[row], reader.last[0]), own)
-            normalise(own, eagle.norms[0], epsilon, reader.first[row])
-            normalise(x[row], eagle.norms[1], epsilon, reader.first[row, width:])
+            normalise(own, eagle.norms[0], epsilon, reader.attended_first[row])
+            normalise(x[row], eagle.norms[1], epsilon, reader.attended_first[row, width:])
     rounds = wait(counter, workers, rounds)
     if eagle.residual_is_normed:
         for row in range(rows):
-            copy(reader.first[row, width:], x[row, :width])
+            copy(reader.attended_first[row, width:], x[row, :width])
     return rounds
 
 
@@ -124,8 +124,8 @@ def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
         sums = step.sums[worker, : -(-logits.size // SUM_BLOCK)]
         if not weigh(logits, largest, np.float32(-np.inf), temperature, sums) > 0:
             # the draft had no other token: each is as likely
-            fill(logits, FIRST)
-            fill(sums, FIRST)
+            logits[:] = FIRST
+            sums[:] = FIRST
         uniforms = np.empty(drawn.size)
         for rank in range(drawn.size):
             place = 2 * tree.branching * row + rank
@@ -164,7 +164,7 @@ def draft(worker, workers, counter, rounds, step, tree, num_unread, is_greedy, t
                 previous = np.empty(count, np.int64)
                 for row in range(count):
                     previous[row] = (
-                        tree.rows[tree.parents[parents[row]]] - tree.passes[number - 1, 0]
+                        tree.inner_index[tree.parents[parents[row]]] - tree.passes[number - 1, 0]
                     )
                 first_output = num_read - tree.passes[number - 1, 1]
             rounds = put_features(

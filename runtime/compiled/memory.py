@@ -26,7 +26,7 @@ class Eagle(Record):
 class Tree(Record):
     """A tree's structure, int64 [nodes] each; `parents[0]` is -1.
 
-    `looked_up`: 1 where a node's token is; `rows`: of an inner node, its place among these;
+    `looked_up`: 1 where a node's token is; `inner_index`: of an inner node, its place among these;
     `inner`: the inner nodes in order; `passes` int64 [passes, 4]: the first of the pass's parents
     in `inner`, how many, draws of each, and tokens that the pass reads.
     """
@@ -36,10 +36,10 @@ class Step(Record):
     """All that steps of a decoder read and write. Memory is as `SequenceState` has it.
 
     `own_tokens` int64 [nodes]: of drawn nodes, their number in the draft's vocabulary; `masses`
-    float64 [nodes]: the weight of what was not drawn before a node; `sums`, `memory`: each worker's
-    own; `probs` float32 [nodes, vocabulary]; `t2d` int64 [vocabulary], -1 for tokens that the draft
-    lacks, `d2t` int64 [draft vocabulary]: both [0] if the vocabularies are the same; `output` int64
-    [2 + 2 * nodes]: a step's numbers, as `TreeStep.commit` returns them.
+    float64 [nodes]: the weight of what was not drawn before a node; `sums` are each worker's own;
+    `scratch`, `probs` float32 [nodes, vocabulary]; `t2d` int64 [vocabulary], -1 for tokens that the
+    draft lacks, `d2t` int64 [draft vocabulary]: both [0] if the vocabularies are the same; `output`
+    int64 [2 + 2 * nodes]: a step's numbers, as `TreeStep.commit` returns them.
     """
 
 

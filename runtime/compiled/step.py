@@ -32,7 +32,7 @@ from sequoia_plan.runtime.sequence import DRAFT_NOT_FINITE, TARGET_NOT_FINITE
 
 @compiled
 def match(tokens, length, max_match, chain):
-    """The length of the text's match; `chain` is then what followed it (see `base.lookup`)."""
+    """The length of the text's match; `chain` is then what followed it (see `runtime.lookup`)."""
     longest, best = -1, 0
     for slot in range(length):
         matched = 0

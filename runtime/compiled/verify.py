@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from sequoia_plan.models.base.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.forward import FIRST, copy
+from sequoia_plan.models.packed.largest import BLOCK as SUM_BLOCK
 from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.runtime.compiled.memory import PROB, SCALE, C, E, largest_in
-from sequoia_plan.runtime.sampling.vocabulary_loops import draw_from, probs_of_row, sum_blocks
+from sequoia_plan.runtime.compiled.vocabulary_loops import draw_from, probs_of_row, sum_blocks
 
 LARGEST = 3e38
 """Nearly the largest float32."""
@@ -43,8 +43,8 @@ def begin(step, tree, node, prob, settings, top_k):
     reader, p = step.target, step.probs[node]
     copy(reader.logits[node], p)
     temperature, _, top_p, min_p = settings
-    sums, memory = step.sums[0, : -(-p.size // SUM_BLOCK)], step.memory[0]
-    probs_of_row(p, largest_in(reader, node), temperature, top_k, top_p, min_p, sums, memory)
+    sums, scratch = step.sums[0, : -(-p.size // SUM_BLOCK)], step.scratch[0]
+    probs_of_row(p, largest_in(reader, node), temperature, top_k, top_p, min_p, sums, scratch)
     sum_blocks(p, sums)
     state = step.residuals[node]
     state[C], state[E], state[PROB], state[SCALE] = 0, 0, prob, prob / sums.sum()
@@ -58,7 +58,7 @@ def begin(step, tree, node, prob, settings, top_k):
 def child_terms(step, tree, node, child):
     """Of a drawn child: its weight, 1 / D at it, and what its rejection adds to c and e."""
     mass = step.masses[child]
-    weight = np.float64(step.draft.logits[tree.rows[node], step.own_tokens[child]])
+    weight = np.float64(step.draft.logits[tree.inner_index[node], step.own_tokens[child]])
     if mass > 0:
         return weight, mass / weight if weight > 0 else 0.0, 1 / mass, 0.0
     first = tree.first_child[node]
@@ -81,11 +81,12 @@ def accept_prob(step, tree, node, child):
 
 @compiled
 def residual(step, tree, node):
-    """Put R = max(p - c w - e, 0) into `step.memory[0]`, and return its sums by blocks.
+    """Put R = max(p - c w - e, 0) into `step.scratch[0]`, and return its sums by blocks.
 
     w are the draft's weights of tokens: its probabilities, not normalised.
     """
-    p, rest, row, state = step.probs[node], step.memory[0], tree.rows[node], step.residuals[node]
+    p, rest, row = step.probs[node], step.scratch[0], tree.inner_index[node]
+    state = step.residuals[node]
     copy(p, rest)
     num_drafted = tree.passes[-1, 0] + tree.passes[-1, 1] if tree.passes.shape[0] else 0
     # an inner node after the drafted ones has only a looked-up child: R is p
@@ -170,7 +171,7 @@ def draw_bonus(step, tree, end, settings, top_k):
     """The token after the path: from R after the rejection of all children of its end."""
     if not tree.num_children[end]:
         begin(step, tree, end, 1.0, settings, top_k)
-    rest, sums = step.memory[0], residual(step, tree, end)
+    rest, sums = step.scratch[0], residual(step, tree, end)
     if not sums.sum() > 0:  # only rounding leads here: a child was certain to be accepted
         copy(step.probs[end], rest)
         sum_blocks(rest, sums)

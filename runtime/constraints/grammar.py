@@ -90,6 +90,7 @@ class Grammar:
             self.thought = []
 
     def commit(self, tokens: Sequence[int]) -> None:
+        """Take over tokens of the text (see `PathProcessor`)."""
         answer = self._answer(tokens)
         self.thought = [*(self.thought or ()), *tokens] if answer is None else None
         for token in answer or ():

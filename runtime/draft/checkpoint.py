@@ -19,6 +19,7 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.errors import first_line, one_line
 from sequoia_plan.models.files.gguf import is_gguf
 from sequoia_plan.models.files.pretrained import downloaded_folder
+from sequoia_plan.runtime.draft.gguf_draft import is_gguf_draft, read_gguf_draft
 
 EAGLE1, EAGLE3 = "EAGLE-1", "EAGLE-3"
 DFLASH, DFLASH2, DSPARK = BLOCK_DRAFTS = "DFlash", "DFlash 2", "DSpark"
@@ -66,9 +67,18 @@ class Checkpoint:
 
 
 def find_checkpoint(source: str) -> Checkpoint | None:
-    """Read the draft in a folder or under a hub ID if it reads hidden states; None otherwise."""
+    """Read the draft in a folder, a file or under a hub ID if it reads hidden states, else None."""
     if is_gguf(source):
-        return None
+        if not is_gguf_draft(source):
+            return None
+        try:
+            return Checkpoint(source, EAGLE3, *read_gguf_draft(source))
+        except SequoiaPlanError:
+            raise
+        except Exception as error:  # a damaged file may say anything
+            raise SequoiaPlanError(
+                f"{source}: no whole EAGLE-3 draft ({first_line(error)}); get it again"
+            ) from error
     folder = downloaded_folder(source)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

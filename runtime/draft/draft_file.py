@@ -89,7 +89,11 @@ def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) 
 
 @torch.no_grad()
 def unlikely_row(draft: LlamaForCausalLM) -> Tensor:
-    """A head's row for tokens that the draft lacks, where a head must have rows for all tokens."""
+    """A head's row for tokens that the draft lacks, where a head must have rows for all tokens.
+
+    The mean of the rows that are least likely on average, so it is almost never drawn. Any tokens
+    serve as text: those that the draft has, in their order. float [width].
+    """
     num_texts = min(draft.d2t.numel() // SAMPLE_TEXT_TOKENS, SAMPLE_TEXTS)
     sample = draft.d2t[: num_texts * SAMPLE_TEXT_TOKENS]
     texts = sample.reshape(-1, SAMPLE_TEXT_TOKENS) if num_texts else draft.d2t[None]

@@ -47,7 +47,7 @@ class ModuleDraft:
     """
 
     notes_finite = False
-    traits = Traits()
+    traits = Traits(reads_features=True)
 
     def __init__(self, draft: Any, recorded: dict[str, Any] | None = None) -> None:
         self.draft, self.recorded, self.version = draft, recorded, 0
@@ -98,8 +98,9 @@ class ModuleDraft:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over tokens, each with the feature of the token before it.
 
-        All but the mask and the angles [1, tokens, head size] have a row a token. Returns logits
-        and outputs of the last rows.
+        `tokens`, `slots` int64 [n], `positions` of the tokens before them; `features` [n, width];
+        `mask` [n, extent]; `angles`: cosines and sines [1, n, head size]. Returns logits and
+        outputs of the last rows.
         """
         draft = self.draft
         masks = draft.masks_by_layer_type(cache, mask, positions, slots)

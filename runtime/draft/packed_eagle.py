@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.files.metadata import module_metadata
 from sequoia_plan.models.files.stored import ModuleSource
 from sequoia_plan.models.layers.fused_layer import is_as_defined
@@ -31,7 +32,7 @@ class PackedEagle(ModuleDraft):
     """Runs an EAGLE-3 draft by the packed pass, its matrices rounded to 8 bits."""
 
     feature_dtype = torch.float32
-    notes_finite, traits = True, Traits(is_compiled=True)
+    notes_finite, traits = True, Traits(is_compiled=True, reads_features=True)
     weights: PackedWeights | None = None
 
     def __init__(self, draft: Any) -> None:
@@ -43,7 +44,7 @@ class PackedEagle(ModuleDraft):
 
     def __getstate__(self) -> Any:
         """For pickle and copies: the copy of the draft, whose weights `check` packs."""
-        return {"draft": self.draft}
+        return {"draft": self.draft, "version": self.version}
 
     def pack(self) -> None:
         """Take over the draft's weights."""
@@ -55,8 +56,9 @@ class PackedEagle(ModuleDraft):
         self.weights = packed_in_memory(source, IN_8_BITS)
         model = model_of(self.weights, config, config.head_dim, dtype.itemsize)
         self.fc = self.weights.matrix("model.fc.weight")
+        # for prompts; in a step the target's workers run its passes
         self.runner = PackedPass(model, config, self.weights.head.outputs, dtype, workers=1)
-        self.runner.kept = self.weights
+        self.runner.owners = self.weights
         self.norms = [
             self.weights.vector(f"model.layers.0.{name}.weight")
             for name in ("input_layernorm", "hidden_norm")
@@ -100,7 +102,7 @@ class PackedEagle(ModuleDraft):
         """See `ModuleDraft`; the angles are the pass's own."""
         x = features.numpy()
         rows, width = x.shape
-        first = np.zeros((rows, -(-2 * width // UNIT) * UNIT), np.float32)
+        first = np.zeros((rows, round_up(2 * width, UNIT)), np.float32)
         embedded = self.draft.embed(tokens).float().numpy()
         epsilon, norms = self.runner.model.epsilon, self.norms
         for embedding, feature, row in zip(embedded, x, first, strict=True):

@@ -27,7 +27,7 @@ def loops_for(rows: Tensor) -> Any:
     """The module `vocabulary_loops` for a CPU's float32 rows; None if it is not for these."""
     if not HAS_NUMBA or rows.device.type != "cpu" or rows.dtype != torch.float32:
         return None
-    return importlib.import_module("sequoia_plan.runtime.sampling.vocabulary_loops")
+    return importlib.import_module("sequoia_plan.runtime.compiled.vocabulary_loops")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ VERIFIERS: dict[str, Verifier] = {
     "spectr": spectr.acceptance,
     "topk": topk.acceptance,
 }
-"""`base.drawing.DRAWING_OF_VERIFIER` has the way of drawing that each is exact for."""
+"""`sampling.drawing.DRAWING_OF_VERIFIER` has the way of drawing that each is exact for."""
 
 
 def verify(

@@ -166,7 +166,10 @@ class Residual:
         scale.div_(total).clamp_(max=largest)
 
     def _reject_by_kernel(self, rank: int, places: slice) -> None:
-        """The same in one pass over the vocabulary, by a Triton kernel."""
+        """As `_reject_by_tensors`, by a Triton kernel: a program for each node and block of tokens.
+
+        The masses of blocks go to scratch memory.
+        """
         kernels = importlib.import_module("sequoia_plan.runtime.verify.residual_kernels")
         num_nodes, vocabulary = self.p.shape
         num_blocks = -(-vocabulary // BLOCK)

@@ -1,6 +1,6 @@
 """Verification of one tree whose tokens are in the sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from sequoia_plan.runtime.verify import (
     VERIFIERS,
     AcceptedPath,
     TreeIndex,
-    Verifier,
     greedy,
     verify,
 )
@@ -28,11 +27,15 @@ def most_probable_tokens(logits: Tensor) -> Tensor:
 
 
 class TreeVerifier:
-    """Verifies one tree. `d2t` int64 [draft vocabulary]."""
+    """Verifies one tree. `d2t` int64 [draft vocabulary].
+
+    `observe`, if there is one, is called with what the verifier gets (see `verify`), before it.
+    """
+
+    observe: Callable[..., None] | None = None
 
     def __init__(self, tree: TokenTree, device: torch.device, d2t: Tensor | None = None) -> None:
         self.index, self.d2t = TreeIndex.of(tree, device), d2t
-        self.verifiers: Mapping[str, Verifier] = VERIFIERS
         self.looks_up = tree.looks_up
         self.nodes = torch.arange(tree.size, device=device)
         spine = np.flatnonzero(tree.classes == 0)[1:]  # the nodes on the spine below the root
@@ -62,8 +65,11 @@ class TreeVerifier:
         if self.looks_up:
             looked_up = self.looked_up_children(sequence.lookup_chain, sampling.verifier)
             drafted = self.with_undrafted_rows(*drafted, logits.shape[1])
-        verifier, uniforms = self.verifiers[sampling.verifier], sequence.uniforms
-        return verify(verifier, target_probs, *drafted, self.index, uniforms, self.d2t, looked_up)
+        inputs = target_probs, *drafted, self.index
+        if self.observe:
+            self.observe(*inputs, self.d2t)
+        verifier = VERIFIERS[sampling.verifier]
+        return verify(verifier, *inputs, sequence.uniforms, self.d2t, looked_up)
 
     def looked_up_children(self, chain: Tensor, verifier: str) -> Tensor:
         """int64 [size]: the token of each node's first child if that is looked up, else -1."""

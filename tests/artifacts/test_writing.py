@@ -101,3 +101,29 @@ def test_numba_gets_a_temporary_folder_where_it_finds_no_other(monkeypatch):
     monkeypatch.setattr(files, "__file__", "/proc/self/nowhere/files.py")
     files.keep_compiled_code()
     assert numba.njit(cache=True)(names["next"])(1) == 2
+
+
+@pytest.mark.slow
+def test_compiled_code_is_renewed_when_a_source_beside_it_changes(tmp_path):
+    """Without `follow_sources`, numba goes on with what it has compiled of the old source."""
+    pytest.importorskip("numba")
+    (tmp_path / "outer.py").write_text(
+        "import numba, sys, inner\n"
+        "from sequoia_plan.artifacts.files import follow_sources\n"
+        "def call(): return inner.value()\n"
+        "kept, followed = numba.njit(cache=True), lambda f: follow_sources(kept(f), sys.path[0])\n"
+        "print((followed if sys.argv[1] == 'follows' else kept)(call)())\n"
+    )
+    found = {}
+    for number in (1, 2):
+        source = f"import numba\n@numba.njit\ndef value(): return {number}\n"
+        (tmp_path / "inner.py").write_text(source)
+        for name in ("follows", "kept"):
+            cache = {"NUMBA_CACHE_DIR": str(tmp_path / name), "PYTHONDONTWRITEBYTECODE": "1"}
+            command = [sys.executable, "outer.py", name]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=os.environ | cache, capture_output=True, check=True
+            )
+            found[name, number] = int(done.stdout)
+    assert (found["follows", 1], found["follows", 2]) == (1, 2)
+    assert (found["kept", 1], found["kept", 2]) == (1, 1)  # the control

@@ -62,6 +62,39 @@ def test_gemmas_attention_is_scaled_by_the_size_of_the_model(tmp_path, architect
     assert config.query_pre_attn_scalar == scale
 
 
+SIZES = {
+    "context_length": 64, "feed_forward_length": 96, "rope.freq_base": 10000.0,
+    "attention.layer_norm_rms_epsilon": 1e-6, "attention.value_length": 16,
+    "attention.key_length": 16,
+}  # fmt: skip
+QWEN35 = SIZES | {
+    "attention.head_count_kv": 2, "ssm.conv_kernel": 4,
+    "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 32,
+    "attention.recurrent_layers": [True, True, True, False], "full_attention_interval": 4,
+    "rope.dimension_count": 4, "rope.dimension_sections": [11, 11, 10, 0],
+}  # fmt: skip
+LFM2 = SIZES | {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "key", "wrong"),
+    [
+        ("qwen35", QWEN35, "attention.recurrent_layers", [True, False, True, True]),
+        ("qwen35", QWEN35, "full_attention_interval", 3),
+        ("qwen35", QWEN35, "ssm.inner_size", 34),
+        ("lfm2", LFM2, "attention.head_count_kv", [1, 2, 0]),
+    ],
+)
+def test_recurrent_layers_are_those_that_a_file_names(tmp_path, architecture, settings, key, wrong):
+    """As llama.cpp's converter writes them; another value is of a model that would be wrong."""
+    layers = {"qwen35": 4, "lfm2": 3}[architecture]
+    config = config_of(tmp_path / "m.gguf", architecture, settings, layers)
+    kinds = [kind == "full_attention" for kind in config.layer_types]
+    assert kinds == {"qwen35": [False] * 3 + [True], "lfm2": [False, True, False]}[architecture]
+    with pytest.raises(SequoiaPlanError, match=rf"m.gguf: {architecture}\..* has no setting"):
+        config_of(tmp_path / "m.gguf", architecture, settings | {key: wrong}, layers)
+
+
 def test_a_window_of_0_is_none(tmp_path):
     config = config_of(tmp_path / "m.gguf", "phi3", {"attention.sliding_window": 0})
     assert config.sliding_window is None

@@ -71,6 +71,7 @@ def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
 
 def add_metadata(writer, architecture, settings):
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[list] = writer.add_array
     for key, value in settings.items():
         add[type(value)](key if key == SPLIT else f"{architecture}.{key}", value)
     tokens = [chr(256 + number) for number in range(settings["vocab_size"])]

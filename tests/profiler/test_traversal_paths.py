@@ -2,10 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 from enumeration import CASES, Case, without_replacement
 from toys import SMALL_TREES as TREES
 
+from drafts import small_target
+from sequoia_plan.models.backends import loaded
+from sequoia_plan.profiler.forced import ForcedAcceptance
 from sequoia_plan.profiler.traversal_paths import path_probs
+from sequoia_plan.runtime import Pair, Sampling
+from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.verify import VERIFIERS, traversal
 
 pytestmark = pytest.mark.slow
@@ -33,3 +39,17 @@ def test_the_way_through_each_node_is_known_before_what_is_below_it_is_drawn(tre
     assert probs == pytest.approx(expected, abs=1e-12)
     if case == "random":
         assert np.abs(control - expected).max() > 1e-3 or (tree == "chain" and size == 2)
+
+
+def test_paths_are_counted_where_steps_are_compiled(monkeypatch):
+    """A compiled step asks no verifier: an observed one runs by parts, else nothing is counted."""
+    models = (loaded(small_target(seed, hidden=32, head_dim=32)) for seed in (0, 5))
+    pair, counts = Pair(*models, None), []
+    for _ in range(2):
+        measure = ForcedAcceptance(pair, 2, records_paths=True)
+        tally = measure(torch.arange(9), Sampling(1.0, verifier="traversal"), 24, 0)
+        counts.append(np.array(tally["reached"]))
+        monkeypatch.setattr(CapturedStep, "runs_by_parts", False)  # the control
+    sequoia, traversal_ = counts[0]
+    assert sequoia[0] == traversal_[0] > 1 and (np.diff(counts[0]) <= 0).all()
+    assert not counts[1].any()

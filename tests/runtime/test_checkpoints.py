@@ -3,8 +3,10 @@
 What does not fit is one line that says why, and the command line needs no option but --draft.
 """
 
+import gguf
 import pytest
 import torch
+from gguf_files import write as write_gguf
 
 from drafts import PARTS, eagle3_parts, load, small_target, write
 from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
@@ -130,8 +132,9 @@ def test_remarks(folders, tmp_path):
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }
     pair = load_pair(folders["target"], write(tmp_path / "draft", config, weights), dtype="float32")
-    not_compiled, short = sorted(pair.remarks, reverse=True)
+    not_compiled, draft_neither, short = sorted(pair.remarks, reverse=True)
     assert not_compiled.startswith("target: PyTorch runs it")
+    assert "draft: PyTorch runs it, its pass is not compiled: " in draft_neither
     assert "trained on up to 64 tokens (max_position_embeddings), the target reads 256" in short
 
 
@@ -149,3 +152,66 @@ def test_a_streamed_target_gives_its_hidden_states_too(folders, tmp_path):
             decoder.generate(prompt, 20, 1.0, seed=0).sequences for decoder in decoders
         )
         assert "streamed" in pairs[1].placement and first.equal(second)
+
+
+def write_gguf_draft(path, permutes=True, **more):
+    """The EAGLE-3 draft as llama.cpp's converter writes it; with `more` metadata."""
+    writer, config = gguf.GGUFWriter(path, "eagle3"), LAYERS
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    settings = {
+        "block_count": 1, "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"], "vocab_size": config["vocab_size"],
+        "attention.head_count": heads["q"], "attention.head_count_kv": heads["k"],
+        "attention.key_length": config["head_dim"], "context_length": 64,
+        "rope.dimension_count": config["head_dim"],
+    } | more  # fmt: skip
+    for key, value in settings.items():
+        writer.add_uint32(f"eagle3.{key}", value)
+    writer.add_float32("eagle3.rope.freq_base", 10000.0)
+    writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_bool("eagle3.norm_before_residual", False)
+    writer.add_array("eagle3.target_layers", [1, 2, 3])
+    names = {
+        "midlayer.": "blk.0.", "layers.0.": "blk.0.", "input_layernorm": "attn_norm",
+        "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm", "_proj": "",
+        "self_attn.o": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "lm_head": "output",
+        "embed_tokens": "token_embd",
+    }  # fmt: skip
+    for name, weight in WEIGHTS.items():
+        if name == "t2d":
+            continue
+        values = weight.float().numpy()
+        if name == "d2t":
+            values = (weight + torch.arange(weight.numel())).numpy()
+        elif permutes and (count := heads.get(name[-13:-12])) and name.endswith("_proj.weight"):
+            halves = values.reshape(count, 2, -1, values.shape[1])
+            values = halves.swapaxes(1, 2).reshape(values.shape).copy()
+        for theirs, own in names.items():
+            name = name.replace(theirs, own)
+        writer.add_tensor("output_norm.weight" if name == "norm.weight" else name, values)
+    write_gguf(writer)
+    return str(path)
+
+
+def test_a_gguf_draft_is_its_folders(tmp_path):
+    """Weights, tokens and hidden states; unpermuted heads, as of another writer, would differ."""
+    folder = write(tmp_path / "folder", *eagle3_parts(TARGET))
+    expected, draft = load(folder, TARGET), load(write_gguf_draft(tmp_path / "d.gguf"), TARGET)
+    state = draft.state_dict()
+    assert draft.d2t.equal(expected.d2t) and draft.norms == expected.norms
+    assert draft.aux_hidden_state_layers == (1, 2, 3)
+    assert all(state[n].equal(tensor) for n, tensor in expected.state_dict().items())
+    other = load(write_gguf_draft(tmp_path / "o.gguf", permutes=False), TARGET).state_dict()
+    assert [n for n in state if not state[n].equal(other[n])] == [
+        f"layers.0.self_attn.{name}_proj.weight" for name in "qk"
+    ]
+    path = tmp_path / "more.gguf"
+    with pytest.raises(SequoiaPlanError, match=r"more\.gguf: .*expert_count"):
+        load(write_gguf_draft(path, expert_count=3), TARGET)
+    data = (tmp_path / "d.gguf").read_bytes()
+    path.write_bytes(data.replace(b"embedding_length", b"embedding_lengtH"))
+    with pytest.raises(SequoiaPlanError, match=r"more\.gguf: no whole EAGLE-3 draft"):
+        load(path, TARGET)
+    path.write_bytes(data[:-999])
+    with pytest.raises(SequoiaPlanError, match=r"more\.gguf: no whole GGUF file"):
+        load(path, TARGET)

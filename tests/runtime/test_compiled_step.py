@@ -103,7 +103,7 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
                 steps = decoder.step_of_tree.values()
                 assert all(p.num_draws <= max(1, s.branching) for s in steps for p in s.passes)
                 with monkeypatch.context() as patch:
-                    patch.setattr(CapturedStep, "compiled", lambda *_: None)
+                    patch.setattr(CapturedStep, "_compiled", lambda *_: None)
                     expected = outputs(decoder, seed, sampling)
                 assert ours == expected, (name, sampling, seed)
                 with monkeypatch.context() as patch:
@@ -210,7 +210,7 @@ def test_a_prompt_of_one_token_is_not_left_unread():
 
 def test_a_draft_catches_up_with_one_thread_of_torch(monkeypatch):
     """Others would go on spinning on the processors of the step's workers."""
-    monkeypatch.setattr(CapturedStep, "compiled", lambda *_: None)
+    monkeypatch.setattr(CapturedStep, "_compiled", lambda *_: None)
     decoder, counts = SequoiaDecoder(*pair("EAGLE-3"), FAMILY), []
     decoder.step.drafter.catch_up = lambda *_: counts.append(torch.get_num_threads())
     torch.set_num_threads(2)

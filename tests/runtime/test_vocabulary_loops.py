@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sequoia_plan.runtime.compiled import vocabulary_loops as loops
 from sequoia_plan.runtime.sampling import drawing, sampling
-from sequoia_plan.runtime.sampling import vocabulary_loops as loops
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.verify import residual
 

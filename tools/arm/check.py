@@ -19,9 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "sequoia_plan": "planner/package",
     "sequoia_plan.artifacts": "artifacts",
-    "sequoia_plan.runtime": "runtime",
+    "sequoia_plan.models": "models",
     "sequoia_plan.models.base": "models/base",
-    "sequoia_plan.models.backends": "models/backends",
     "sequoia_plan.models.packed": "models/packed",
 }
 for name, folder in FOLDERS.items():  # packages whose __init__, which may import torch, is not run
@@ -149,12 +148,12 @@ def logits_of_a_pass():
         model=model, rotary=np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32),
         keys=np.zeros((1, 1, 1, head_dim, attention.BLOCK, 2), np.uint16),
         values=np.zeros((1, 1, slots, head_dim, 2), np.uint16), logits=zeros(rows, 160),
-        hidden=zeros(0, rows, width), layers=np.zeros(0, np.int64), largest=zeros(1, rows),
+        hidden=zeros(0, rows, width), state_layers=np.zeros(0, np.int64), largest=zeros(1, rows),
         best=np.zeros((1, rows), np.int64), vocabulary=160, x=x, normed=zeros(1, rows, width),
         attention=zeros(1, batches, 16 + 2 * head_dim + slots), heads=zeros(rows, 4, head_dim),
         attended=zeros(rows, heads, head_dim), added=zeros(rows, width), gate=zeros(rows, inner),
         up=zeros(rows, inner), encoded=tiles.aligned_zeros((1, rows, row_bytes)),
-        first=zeros(rows, 0), positions=order, slots=order, visible=seen,
+        attended_first=zeros(rows, 0), positions=order, slots=order, visible=seen,
         spans=np.stack([0 * order, order + 1], 1), tokens=np.zeros(0, np.int64),
         read_slots=np.zeros(0, np.int64), last=np.zeros(0, np.int64),
     )  # fmt: skip

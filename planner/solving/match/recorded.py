@@ -79,6 +79,7 @@ class Recording:
         """Decode the recorded texts again with the tree of each class of match."""
         pairs = zip(self.problems, trees, strict=True)
         result = replay(self.texts, trees, [problem.of(tree).rows for problem, tree in pairs])
+        # float64 [trees before]: what a draft reads after a step with each of them
         seconds_before = _catch_up_seconds(trees, self.times)
         problems = []
         for c, problem in enumerate(self.problems):
@@ -93,7 +94,7 @@ class Recording:
             problems.append(MatchProblem(problem.match_length, drafted, looked_up))
         shares = np.maximum(result.shares, MIN_SHARE)
         shares /= shares.sum()
-        figures = step_figures(problems, trees)
+        figures = step_figures(problems, trees)  # tokens and seconds of each class
         figures[:, 0] = result.tokens_per_step
         speed = tokens_per_second(shares, figures)
         return DecodedAgain(trees, shares, problems, speed, result.tokens_per_step)

@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.artifacts.expected_tokens import child_probabilities
 from sequoia_plan.artifacts.lookup import class_of, read_positions
+from sequoia_plan.planner.solving.compiled import compiled
 
 MAX_RUN = 64
 """Longer runs need not be told apart: no looked-up spine is longer."""
@@ -89,7 +89,7 @@ def replay(
     return Replay(shares, num_tokens / num_steps, transitions[:-1], visits_by_run)
 
 
-@numba.njit(cache=True)
+@compiled
 def _replay_text(classes, runs, advances, transitions, visits_by_run):
     """Decode one text again, and return the expected tokens of all steps that count.
 

@@ -10,9 +10,9 @@ the box is closed as well.
 
 from heapq import heappop, heappush
 
-import numba
 import numpy as np
 
+from sequoia_plan.planner.solving.compiled import compiled
 from sequoia_plan.planner.solving.speed.costs import (
     cost_curve,
     fastest_prefix,
@@ -33,7 +33,7 @@ TOLERANCE = 1e-10
 """A box is closed when none of its trees is faster than the best one by more than this share."""
 
 
-@numba.njit(cache=True)
+@compiled
 def find_fastest(search, speed, max_work):
     """Find the fastest tree of two nodes or more that is faster than `speed`, with a bound.
 
@@ -115,7 +115,7 @@ def find_fastest(search, speed, max_work):
     return best_parents, max(speed * (1 + TOLERANCE), unsettled_bound)
 
 
-@numba.njit(cache=True)
+@compiled
 def set_first_box(search, low, high, prices, speed):
     """Write the box of all trees of two nodes or more, and its prices in expected tokens.
 
@@ -132,7 +132,7 @@ def set_first_box(search, low, high, prices, speed):
             prices[level] = speed * costs.draft[widest] / widest
 
 
-@numba.njit(cache=True)
+@compiled
 def bound_gain(search, box, prices, goal, share, steps, tree):
     """Bound the gain F - goal * step of the trees in a box, whatever limits their step.
 
@@ -155,7 +155,7 @@ def bound_gain(search, box, prices, goal, share, steps, tree):
     return gain, tokens, share
 
 
-@numba.njit(cache=True)
+@compiled
 def speed_bound(costs, box, goal, gain):
     """Return tokens a second that no tree in the box exceeds.
 
@@ -165,7 +165,7 @@ def speed_bound(costs, box, goal, gain):
     return goal + gain / max(costs.min_step_seconds, work_seconds(costs, box.low))
 
 
-@numba.njit(cache=True)
+@compiled
 def choose_cut(costs, box, prices, rate, tree, is_ordered):
     """Choose the resource whose interval is split, and the last use of the lower part.
 
@@ -190,7 +190,7 @@ def choose_cut(costs, box, prices, rate, tree, is_ordered):
     return (resource, cut) if is_needed else (-1, -1)
 
 
-@numba.njit(cache=True)
+@compiled
 def cut_point(cost, stair_ends, use, low, high):
     """Return where to split the interval of a resource, into low ... cut and cut + 1 ... high.
 
@@ -207,7 +207,7 @@ def cut_point(cost, stair_ends, use, low, high):
     return min(use, high - 1) if cost[high] > cost[low] else -1
 
 
-@numba.njit(cache=True)
+@compiled
 def split_box(low, high, prices, box, part, resource, cut):
     """Split a box in two: it keeps the uses up to `cut`, and the box `part` has the others.
 
@@ -224,7 +224,7 @@ def split_box(low, high, prices, box, part, resource, cut):
     low[part, resource] = cut + 1
 
 
-@numba.njit(cache=True)
+@compiled
 def width_limits(costs, box, tree, is_settled):
     """Return the most nodes with children on each level for the best-first search in a box."""
     limits = box.high.copy()

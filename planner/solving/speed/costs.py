@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats, Ints
+from sequoia_plan.planner.solving.compiled import compiled
 from sequoia_plan.planner.solving.problem import SpeedProblem
 
 
@@ -52,7 +52,7 @@ def _stair_ends(cost: Floats) -> Ints:
     return np.append(np.flatnonzero(np.diff(cost[1:]) > 0) + 1, len(cost) - 1)
 
 
-@numba.njit(cache=True)
+@compiled
 def stair_of(stair_ends, number):
     """Return the index of the stair that holds a number of nodes, at most the last stair end."""
     stair = 0
@@ -61,7 +61,7 @@ def stair_of(stair_ends, number):
     return stair
 
 
-@numba.njit(cache=True)
+@compiled
 def cost_curve(costs, resource):
     """Return a resource's cost in seconds, float64 by its use, and the stair ends of this curve."""
     if resource == 0:
@@ -69,7 +69,7 @@ def cost_curve(costs, resource):
     return costs.draft, costs.draft_stair_ends
 
 
-@numba.njit(cache=True)
+@compiled
 def max_profit(costs, resource, price, rate, low, high):
     """Return the largest price * n - rate * cost[n] over low <= n <= high, and its n.
 
@@ -90,7 +90,7 @@ def max_profit(costs, resource, price, rate, low, high):
     return profit, best_n
 
 
-@numba.njit(cache=True)
+@compiled
 def work_seconds(costs, use):
     """Return the seconds of a step's own work, by its use of each resource, int64 [resources].
 
@@ -106,7 +106,7 @@ def work_seconds(costs, use):
     return seconds
 
 
-@numba.njit(cache=True)
+@compiled
 def fastest_prefix(parents, levels, rows, costs):
     """Find the fastest of the trees that the first 2, 3, ... nodes of a tree form.
 

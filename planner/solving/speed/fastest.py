@@ -134,7 +134,7 @@ def _try_trees_of_most_tokens(
     for i in np.argsort(-all_bounds, kind="stable"):
         depth, size = shapes[i]
         nodes_left -= size
-        if all_bounds[i] <= best.speed or nodes_left < 0:
+        if all_bounds[i] <= best.speed or nodes_left < 0:  # the bound holds for those left out
             break
         best = max(best, evaluate(best_tree(Problem(rows[: depth - 1], size))), key=by_speed)
     return best, max(ruled_out_above, float(all_bounds.max()))

@@ -23,10 +23,10 @@ at the rate (1 - share) * rate.
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats, Ints
+from sequoia_plan.planner.solving.compiled import compiled
 from sequoia_plan.planner.solving.speed.costs import Costs, max_profit
 
 PATIENCE = 10
@@ -77,7 +77,7 @@ class RelaxedTree(NamedTuple):
     parents: Ints
 
 
-@numba.njit(cache=True)
+@compiled
 def choose_children(search, box, prices):
     """Choose the children of each node so that its subtree has the largest gain, leaves first.
 
@@ -105,7 +105,7 @@ def choose_children(search, box, prices):
     return gains[0], num_children
 
 
-@numba.njit(cache=True)
+@compiled
 def relax(search, box, prices, rate, share, tree):
     """Bound the gain F - rate * step of the trees in a box, for the given prices.
 
@@ -140,7 +140,7 @@ def relax(search, box, prices, rate, share, tree):
     return bound, tokens
 
 
-@numba.njit(cache=True)
+@compiled
 def optimise_prices(search, box, prices, rate, share, steps, tree):
     """Move `prices`, in place, to where the bound of `relax` is smaller, and return what it does.
 

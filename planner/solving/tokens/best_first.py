@@ -8,10 +8,10 @@ by class as well, because siblings have a parent, and so a row, in common.
 
 from heapq import heappop, heappush
 
-import numba
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats, Ints
+from sequoia_plan.planner.solving.compiled import compiled
 
 NAME = "best-first"
 
@@ -83,7 +83,7 @@ def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
     return most_valuable_nodes_within(np.ascontiguousarray(rows), size, no_limits)
 
 
-@numba.njit(cache=True)
+@compiled
 def most_valuable_nodes_within(rows, size, max_parents):
     """Take the most valuable nodes, one after the other, with so many parents a level at most.
 
@@ -92,7 +92,7 @@ def most_valuable_nodes_within(rows, size, max_parents):
             push its first child and its next sibling
 
     Of equally valuable nodes, the one on the spine is taken first: its subtree is worth more.
-    `rows` float64 [levels, classes, ranks]; `max_parents` int64 [levels].
+    `rows` float64 [levels, classes, ranks], class 0 on the spine; `max_parents` int64 [levels].
     """
     num_levels, classes, ranks = rows.shape
     parents, values, levels = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
@@ -113,12 +113,12 @@ def most_valuable_nodes_within(rows, size, max_parents):
         level = levels[node]
         if level < num_levels and num_parents[level] < max_parents[level]:
             num_parents[level] += 1
-            first_on_heap = 0
+            first_pushed = 0
             if node == spine_end:
-                next_spine_value, first_on_heap = values[node] * rows[level, 0, 0], 1
-            if first_on_heap < ranks:
-                value = values[node] * rows[level, node_classes[node], first_on_heap]
-                heappush(heap, (-value, node * ranks + first_on_heap))
+                next_spine_value, first_pushed = values[node] * rows[level, 0, 0], 1
+            if first_pushed < ranks:
+                value = values[node] * rows[level, node_classes[node], first_pushed]
+                heappush(heap, (-value, node * ranks + first_pushed))
         node += 1
         if node == size:
             break

@@ -12,10 +12,12 @@ interval from b + 1 on. So T[l][c][b] is stored from that size on, and needs no 
 no tree has. The time is O(N^2 B D) for N nodes, B ranks and D levels.
 """
 
-import numba
+from functools import partial
+
 import numpy as np
 
 from sequoia_plan.artifacts.counts import Floats, Ints
+from sequoia_plan.planner.solving.compiled import compiled
 
 Solved = dict[tuple[bytes, bytes], tuple[Floats, Floats]]
 """The rows of a level and best of the level below it -> best and T of the level."""
@@ -101,7 +103,7 @@ def _solve(
     return levels[::-1]
 
 
-@numba.njit(cache=True)
+@compiled
 def _solve_level(level_rows, below, size):
     """Compute best and T of one level from best of the level below.
 
@@ -128,7 +130,7 @@ def _solve_level(level_rows, below, size):
     return best, table
 
 
-@numba.njit(cache=True, fastmath={"nnan", "nsz"})
+@partial(compiled, fastmath={"nnan", "nsz"})
 def _convolve(a, b, p, result):
     """Raise result[k] to max over i + j = k of a[i] + p * b[j]."""
     for j in range(min(len(b), len(result))):

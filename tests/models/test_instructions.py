@@ -16,6 +16,7 @@ import pytest
 from llvmlite import ir
 
 from sequoia_plan.models.packed.encoding import encoder
+from sequoia_plan.models.packed.features import FEATURES
 from sequoia_plan.models.packed.formats import (
     FORMAT_NAMES,
     FORMATS,
@@ -26,7 +27,7 @@ from sequoia_plan.models.packed.formats import (
     row_bytes,
     tile_bytes,
 )
-from sequoia_plan.models.packed.instructions import FEATURES, KINDS, OWN, kind_for
+from sequoia_plan.models.packed.instructions import KINDS, OWN, kind_for
 from sequoia_plan.models.packed.products import emit_tile, encoded_bytes, encoding_for
 from sequoia_plan.models.packed.tiles import Matrix, aligned_zeros, dense_rows, pack_rows
 

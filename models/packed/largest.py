@@ -1,26 +1,25 @@
 """The largest of a row's numbers, which is looked for where they are computed."""
 
-import numpy as np
-from numba import njit
+from functools import partial
 
-compiled = njit(
-    cache=True,
-    nogil=True,
-    error_model="numpy",
-    fastmath={"contract", "reassoc", "nsz", "arcp"},  # NaN and infinity keep their meaning
-)
+import numpy as np
+
+from sequoia_plan.models.packed.records import compiled
+
+fast = partial(compiled, fastmath={"contract", "reassoc", "nsz", "arcp"})
+"""Numbers are added in any order; NaN and infinity keep their meaning."""
 BLOCK = 512
 """Tokens whose sum, or largest number, is known when one among them is looked for."""
 LARGEST = np.float32(np.inf)
 
 
-@compiled
+@fast
 def in_order(bits):
     """Bits of floats as integers in the same order, and back; LLVM takes maxima of these faster."""
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
-@compiled
+@fast
 def maximum(values):
     """The largest of the values."""
     bits = values.view(np.int32)
@@ -30,7 +29,7 @@ def maximum(values):
     return np.int32(in_order(largest)).view(np.float32)
 
 
-@compiled
+@fast
 def largest_of(values):
     """The largest of the values, and its first place; NaN and 0 if one of them is NaN."""
     best, best_start, magnitude = np.float32(-LARGEST), 0, np.int32(0)

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from sequoia_plan.models.base.largest import BLOCK, LARGEST, compiled, in_order, maximum
+from sequoia_plan.models.packed.largest import BLOCK, LARGEST, fast, in_order, maximum
 
 EXP2 = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
 LOG2_E = np.float32(math.log2(math.e))
@@ -20,7 +20,7 @@ MOST_TOKENS = 1024
 """More tokens are looked for in another way."""
 
 
-@compiled
+@fast
 def _exp2(x):
     """2 ** x for x <= 0, to the last bits; a series around the next whole number."""
     # infinity times 0 is NaN
@@ -34,22 +34,15 @@ def _exp2(x):
     return ZERO if x < LOWEST else series * power
 
 
-@compiled
-def fill(values, value):
-    """Put one value in all places."""
-    for place in range(values.size):
-        values[place] = value
-
-
-@compiled
+@fast
 def weigh(scores, largest, lowest, temperature, sums):
     """Put exp((score - largest) / temperature) in place of scores, 0 if these are below `lowest`.
 
     `sums` float64 [blocks]: those of blocks of weights. Returns their sum.
     """
     if largest == -LARGEST:  # no token is possible
-        fill(scores, np.nan)
-        fill(sums, np.nan)
+        scores[:] = np.nan
+        sums[:] = np.nan
         return np.nan
     largest, lowest = largest / temperature, lowest / temperature
     for block in range(sums.size):
@@ -63,14 +56,14 @@ def weigh(scores, largest, lowest, temperature, sums):
     return sums.sum()
 
 
-@compiled
+@fast
 def _scale(probs, factor):
     """Multiply in place."""
     for token in range(probs.size):
         probs[token] *= factor
 
 
-@compiled
+@fast
 def top_of_row(values, tokens, best):
     """The tokens of the largest values in order, of equal ones the first, with their values.
 
@@ -93,7 +86,7 @@ def top_of_row(values, tokens, best):
             tokens[rank], best[rank] = start + place, value
 
 
-@compiled
+@fast
 def top_tokens(values, tokens):
     """The tokens of each row's largest values in order, into `tokens` int64 [rows, count]."""
     best = np.empty(tokens.shape[1], np.float32)
@@ -101,7 +94,7 @@ def top_tokens(values, tokens):
         top_of_row(values[row], tokens[row], best)
 
 
-@compiled
+@fast
 def _mass_from(values, bits, lowest):
     """The sum of the values whose bits are at least `lowest`."""
     total = ZERO
@@ -110,7 +103,7 @@ def _mass_from(values, bits, lowest):
     return total
 
 
-@compiled
+@fast
 def _mass_cut(probs, mass, memory):
     """The largest of the probabilities down to which they add up to `mass`.
 
@@ -137,7 +130,7 @@ def _mass_cut(probs, mass, memory):
     return np.int32(low).view(np.float32)
 
 
-@compiled
+@fast
 def _rank_cut(values, count):
     """The value of rank `count` from the largest on, found bit by bit."""
     bits = values.view(np.int32)
@@ -154,7 +147,7 @@ def _rank_cut(values, count):
     return np.int32(in_order(np.int32(low))).view(np.float32)
 
 
-@compiled
+@fast
 def _keep_from(probs, lowest):
     """Remove the probabilities below `lowest`, and let the others add up to 1."""
     total = ZERO
@@ -164,7 +157,7 @@ def _keep_from(probs, lowest):
     _scale(probs, np.float32(1) / total)
 
 
-@compiled
+@fast
 def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, memory):
     """`Sampling.target_probs` of one row, in place; `sums`: see `weigh`; `memory` [vocabulary]."""
     lowest = -LARGEST
@@ -182,7 +175,7 @@ def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, 
         _keep_from(scores, min_p * maximum(scores))
 
 
-@compiled
+@fast
 def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
     """`Sampling.target_probs` of rows, in place; `largest_scores` [rows]."""
     memory, sums = np.empty(rows.shape[1], np.float32), np.empty(-(-rows.shape[1] // BLOCK))
@@ -192,7 +185,7 @@ def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
         )  # fmt: skip
 
 
-@compiled
+@fast
 def _is_among(token, tokens):
     """Is a token one of these?"""
     is_among = False
@@ -201,7 +194,7 @@ def _is_among(token, tokens):
     return is_among
 
 
-@compiled
+@fast
 def _sum_without(values, start, skipped):
     """The sum of values of the tokens from `start` on, without those of some tokens."""
     total, first = 0.0, 0
@@ -212,14 +205,14 @@ def _sum_without(values, start, skipped):
     return total + values[first:].sum()
 
 
-@compiled
+@fast
 def sum_blocks(probs, sums):
     """The sums of blocks of probabilities, float64 [blocks]."""
     for block in range(sums.size):
         sums[block] = probs[block * BLOCK : (block + 1) * BLOCK].sum()
 
 
-@compiled
+@fast
 def draw_from(probs, uniforms, sums, tokens, masses):
     """One row of `draw_in_turn`; `masses` float64 [count]: those of the tokens before each draw.
 
@@ -251,7 +244,7 @@ def draw_from(probs, uniforms, sums, tokens, masses):
         sums[last] = _sum_without(probs[start : start + BLOCK], start, drawn)
 
 
-@compiled
+@fast
 def draw_in_turn(probs, uniforms, tokens):
     """Distinct tokens of each row, one after the other, each by inversion of what is left.
 
@@ -263,7 +256,7 @@ def draw_in_turn(probs, uniforms, tokens):
         draw_from(probs[row], uniforms[row], sums, tokens[row], masses)
 
 
-@compiled
+@fast
 def residual_mass(p, q, c, e):
     """The sum over tokens of max(p - c q - e, 0)."""
     total = ZERO
@@ -273,7 +266,7 @@ def residual_mass(p, q, c, e):
     return total
 
 
-@compiled
+@fast
 def residual_masses(p, q, c, e, masses):
     """`residual_mass` of each row, into `masses` [rows]."""
     for row in range(len(p)):
