@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sequoia_plan.artifacts.expected_tokens import most_valuable_nodes
@@ -46,29 +47,30 @@ class Choice(NamedTuple):
     doubt: float = 0.0
 
 
+PLAIN = Choice(NO_SPECULATION)
+
+
 def choices_of(tree: TokenTree, match_length: int) -> list[Choice]:
     """What steps with such a match may take: the plan's tree, no speculation, and rungs between.
 
     A rung has the most valuable nodes within the levels of the plan's tree, by its acceptance and
-    times. Where the spine is looked up, and of a chain, a node has no more children than in it.
+    times; those beside a chain are chains.
     """
-    plan, planned = tree.plan, tree.for_match(match_length)
-    reached = [part for part in plan.by_match if part.match_length <= match_length]
-    part: Any = [plan, *reached][-1]
-    plain, choices = plan.plain_seconds or 1.0, [Choice(NO_SPECULATION)]
+    plan: Any = tree.plan
+    planned, plain, choices = tree.for_match(match_length), plan.plain_seconds, [PLAIN]
+    part = [plan, *(p for p in plan.by_match if p.match_length <= match_length)][-1]
     if plan.latency and part.acceptance:
         times = StepTime(plan.latency, plan.drafting, bool(plan.by_match))
-        is_narrow = planned.looks_up or planned.branching == 1
-        rates = part.acceptance.rates[:, :, : planned.branching if is_narrow else None]
+        rates = part.acceptance.rates[:, :, : 1 if planned.branching == 1 else None]
         for size in RUNGS:
             nodes = most_valuable_nodes(rates, size, planned.depth)
             if len(nodes) == size <= times.largest_size():
-                drafted = TokenTree.from_parents(parent for _, parent in nodes)
-                rung = TokenTree(drafted.parents, looks_up=planned.looks_up)
+                rung = TokenTree.from_parents(parent for _, parent in nodes)
+                rung = replace(rung, looks_up=planned.looks_up)
                 tokens = math.fsum(value for value, _ in nodes)
                 choices.insert(0, Choice(rung, tokens, times.step_seconds(rung) / plain))
     own = Choice(planned, part.expected_tokens, part.step_seconds / plain)
-    return [own if planned.size > 1 else choices[-1], *choices]
+    return [own if planned.size > 1 else PLAIN, *choices]
 
 
 class State(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.state import RUNGS
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.threads import one_thread_of_torch
 from sequoia_plan.models.layers import split_keys
@@ -47,8 +48,6 @@ class CapturedStep(TreeStep):
     """A `TreeStep` that runs as one call or CUDA graph if possible, else part by part."""
 
     compiled_tree: Any = None
-    others: Collection[TokenTree] = ()
-    """Trees that other steps with the same sequence may take."""
 
     @classmethod
     def of(cls, target: Any, draft: Any, tree: TokenTree, **options: Any) -> CapturedStep:
@@ -68,8 +67,8 @@ class CapturedStep(TreeStep):
         """
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
-        trees = [*self.tree.all_trees, *self.others]
-        max_size = max(tree.size for tree in trees)
+        trees = self.tree.all_trees
+        max_size = max(RUNGS[-1], *(tree.size for tree in trees))
         # the draft may not have read the last tokens as it reads a prompt
         unsettled = CATCH_UP_TOKENS + max(tree.depth for tree in trees) if reuse else None
         if self.lookup:

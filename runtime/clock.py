@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.state import Choice
@@ -26,8 +26,8 @@ class Clock:
     less than its mean: so it is taken, and timed, if it could then be the best.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now, self.follows_plain, self.plain = now, False, math.nan
+    def __init__(self) -> None:
+        self.now, self.follows_plain, self.plain = time.perf_counter, False, 0.0
         self.last_mean = self.last_change = 0.0
         self.means = {NO_SPECULATION: 0.0}
         self.counts: defaultdict[TokenTree, float] = defaultdict(float)
@@ -37,19 +37,15 @@ class Clock:
 
         What was not timed differs from its plan as the last timed tree does.
         """
-        if self.counts[NO_SPECULATION] < MIN_PLAIN:
+        if self.counts.get(NO_SPECULATION, 0.0) < MIN_PLAIN:
             return choices[-1:]
         return [
             choice._replace(
-                cost=choice.cost * math.exp(self.mean_of(choice.tree)),
+                cost=choice.cost * math.exp(self.means.get(choice.tree, self.last_mean)),
                 doubt=1 / (1 + self.counts[choice.tree] ** 2),
             )
             for choice in choices
         ]
-
-    def mean_of(self, tree: TokenTree) -> float:
-        """The logarithm of a tree's time over the planned, in plain steps."""
-        return self.means.get(tree, self.last_mean)
 
     def note(self, choice: Choice, seconds: float) -> Choice:
         """Count a step of these seconds; returns its measured choice with what it now costs."""
@@ -57,7 +53,7 @@ class Clock:
         self.follows_plain = is_plain = tree.size == 1
         if is_plain and not follows_plain:
             return choice  # it finds less of the weights in the processor's cache
-        if math.isnan(self.plain):
+        if not self.counts:
             self.plain = math.log(seconds)
         change, last_change = math.log(seconds / choice.cost) - self.plain, self.last_change
         self.last_change = change
@@ -73,5 +69,5 @@ class Clock:
         if is_plain:
             self.plain += change
             return choice
-        self.means[tree] = self.last_mean = self.mean_of(tree) + change
+        self.means[tree] = self.last_mean = self.means.get(tree, self.last_mean) + change
         return choice._replace(cost=choice.cost * math.exp(change))

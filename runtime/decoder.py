@@ -17,6 +17,7 @@ from transformers import TextStreamer
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
+from sequoia_plan.runtime.clock import Clock
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
@@ -79,7 +80,7 @@ class SequoiaDecoder:
         captured: bool | None = None,
     ) -> None:
         check_loaded(target, draft, tree)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.clock = tokenizer, Clock()
         self._use(DecodingModels(target, draft, tree, tokenizer, draft_tokenizer, captured), tree)
 
     def with_tree(self, tree: TokenTree) -> SequoiaDecoder:
@@ -114,8 +115,7 @@ class SequoiaDecoder:
         trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
-        self.step_of_tree[tree].others = trees
-        self.step, self.clock, self.has_warned = self.step_of_tree[tree], models.clock, False
+        self.step, self.has_warned = self.step_of_tree[tree], False
         self.state = self.first_state = State(0, 0, speed=tree.plan.predicted_speedup or 1.0)
         stream, latency = models.target.stream, tree.plan.latency
         if stream and latency and latency.stream:
@@ -245,7 +245,7 @@ class SequoiaDecoder:
     def _compare_with_plan(self) -> None:
         """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
         choices = self.choices_at(*self.state[:2])
-        factor = math.exp(self.clock.mean_of(choices[0].tree))
+        factor = math.exp(self.clock.means.get(choices[0].tree, 0.0))
         if self.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
         self.has_warned = True

@@ -12,7 +12,6 @@ from sequoia_plan.models.base.architecture import model_type, rope_reason
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.models.vocabulary import check_tokenizers, shared_vocabulary
 from sequoia_plan.runtime.capture import step_graphs
-from sequoia_plan.runtime.clock import Clock
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.drafter import Drafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
@@ -66,7 +65,6 @@ class DecodingModels:
         if self.target.traits.chains_only:
             captured = False  # the host reads how many tokens they read again
         self.graphs = step_graphs(self.models, self.device, captured)
-        self.clock = Clock()
         self.compiled_step: Any = None
         self.step_state: Any = None
 

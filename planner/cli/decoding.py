@@ -52,8 +52,9 @@ DEFAULT_PROMPT = "Explain how a refrigerator keeps food cold."
 @count_option("--seed", default=None, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
 @click.option(
     "--repeatable",
-    is_flag=True,
-    help="Choose trees by planned times and not by this machine's, as with --seed.",
+    "seed",
+    flag_value=0,
+    help="The same as --seed 0: trees are chosen by planned times, and not by this machine's.",
 )
 @json_option
 def generate(
@@ -68,7 +69,6 @@ def generate(
     regex: str | None,
     grammar: str | None,
     seed: int | None,
-    repeatable: bool,
     as_json: bool,
 ) -> None:
     """Generate text with a compiled tree."""
@@ -119,7 +119,7 @@ def generate(
         return decoder.generate(
             messages if raw else encode(pair.tokenizer, messages),
             max_new_tokens,
-            seed=0 if repeatable and seed is None else seed,
+            seed=seed,
             streamer=None if as_json else printer,
             sampling=settings,
             constraint=constraint,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ from sequoia_plan.artifacts.plan import OPTIMALITY_TOLERANCE, Interval, Interval
 from sequoia_plan.artifacts.processor import processor_name, usable_cores
 from sequoia_plan.artifacts.profile import takes_chains_only
 from sequoia_plan.artifacts.promise import MIN_KINDS
-from sequoia_plan.artifacts.state import MAX_LOSS, Choice, choices_of
+from sequoia_plan.artifacts.state import MAX_LOSS, choices_of
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -134,15 +134,12 @@ def describe_states(tree: TokenTree) -> Iterator[str]:
     if tree.plan.plain_seconds and (tree.size > 1 or tree.by_match):
         text = f"other trees or none, by the clock; a long text loses {MAX_LOSS:.0%} at most"
         yield _line("slower than plain", text)
-        choices = choices_of(tree, 0)
-        kept = [f for f in EXTRA_TIMES if max(choices, key=_speed_where(f)) is choices[0]]
-        ends = _low_to_high((kept[0], kept[-1])) if kept else "1.00"
-        yield _line("the fastest while", f"steps take {ends} times as much more than plain ones")
-
-
-def _speed_where(factor: float) -> Callable[[Choice], float]:
-    """Gives the speed of a tree where steps take so many times as much more than plain ones."""
-    return lambda choice: choice.tokens / (1 + factor * (choice.cost - 1))
+        choices, kept = choices_of(tree, 0), []
+        for factor in EXTRA_TIMES:
+            speeds = [c.tokens / (1 + factor * (c.cost - 1)) for c in choices]
+            kept += [factor] * (speeds[0] == max(speeds))
+        text = f"steps take {_low_to_high((min(kept, default=1), max(kept, default=1)))} times"
+        yield _line("the fastest while", f"{text} as much more than plain ones")
 
 
 def describe(tree: TokenTree) -> Iterator[str]:
