@@ -15,8 +15,6 @@ MAX_LOSS = 0.02
 """What a text may lose against plain decoding in the long run, as a share of its time."""
 FIRST_BALANCE, MAX_BALANCE = 1.5, 5.0
 """Plain steps that a text may lose at its begin, and after it has gained any number of them."""
-CATCH_UP = 0.5
-"""Plain steps in which a draft reads what it missed, about: falling back costs as much."""
 LEAST_SPEEDUP = 1 / (1 + MAX_LOSS + FIRST_BALANCE / 64)
 """What is promised to a text of 64 tokens on which nothing is accepted."""
 PRIOR = 8.0
@@ -50,7 +48,7 @@ class Choice(NamedTuple):
 PLAIN = Choice(NO_SPECULATION)
 
 
-def choices_of(tree: TokenTree, match_length: int) -> list[Choice]:
+def choices_of(tree: TokenTree, match_length: int, has_rungs: bool = True) -> list[Choice]:
     """What steps with such a match may take: the plan's tree, no speculation, and rungs between.
 
     A rung has the most valuable nodes within the levels of the plan's tree, by its acceptance and
@@ -59,7 +57,7 @@ def choices_of(tree: TokenTree, match_length: int) -> list[Choice]:
     plan: Any = tree.plan
     planned, plain, choices = tree.for_match(match_length), plan.plain_seconds, [PLAIN]
     part = [plan, *(p for p in plan.by_match if p.match_length <= match_length)][-1]
-    if plan.latency and part.acceptance:
+    if has_rungs and plan.latency and part.acceptance:
         times = StepTime(plan.latency, plan.drafting, bool(plan.by_match))
         rates = part.acceptance.rates[:, :, : 1 if planned.branching == 1 else None]
         for size in RUNGS:
@@ -114,15 +112,13 @@ class State(NamedTuple):
         balance = self.balance
         if choice.doubt < IN_DOUBT:
             balance += num_tokens * (1 + MAX_LOSS) - choice.cost
-        if balance < 0 <= self.balance:
-            balance -= CATCH_UP
         counts = [(a - a / MEMORY, b - b / MEMORY) for a, b in self.counts]
         yielded, expected = counts[choice.tree.looks_up]
         counts[choice.tree.looks_up] = yielded + num_tokens - 1, expected + choice.tokens - 1
         return State(
             self.length + num_tokens,
             match_length,
-            min(balance, max(MAX_BALANCE, self.balance)),
+            min(balance, MAX_BALANCE),
             max(1.0, self.speed + (num_tokens - self.speed * choice.cost) / MEMORY),
             tuple(counts),
         )

@@ -105,10 +105,11 @@ class SequoiaDecoder:
         trees = set(tree.all_trees)
         # a step that is launched before the last one was read cannot depend on that
         is_read_first = len(trees) > 1 or models.graphs is None
-        is_fast = tree.plan.objective == "speed" and tree.plan.plain_seconds is not None
+        is_fast = tree.plan.objective == "speed" and bool(tree.plan.plain_seconds)
         self.chooses = is_fast and is_read_first
+        has_rungs = models.graphs is None  # else each is captured anew
         self.choices = {
-            (start, m): choices_of(t, m) if self.chooses else [Choice(t.for_match(m))]
+            (start, m): choices_of(t, m, has_rungs) if self.chooses else [Choice(t.for_match(m))]
             for start, t in {0: tree, **tree.by_context}.items()
             for m in (*t.portfolio, *(part.match_length for part in t.plan.by_match))
         }

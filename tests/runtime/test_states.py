@@ -41,7 +41,7 @@ def test_a_text_that_is_good_again_has_its_tree_again():
         chosen.append(choice.tree == tree)
         state = state.after_step(choice, 3 if chosen[-1] and step >= 100 else 1, 0)
     assert all(chosen[:4])
-    assert sum(chosen[10:100]) <= 5  # a step of its tree for every twenty without, or fewer
+    assert sum(chosen[10:100]) <= 8  # a step of its tree for every ten without, or fewer
     assert all(chosen[180:])
 
 
