@@ -49,17 +49,28 @@ def expected_tokens(tree: TokenTree, rates: Floats) -> float:
 def max_expected_tokens(rates: Floats, size: int) -> float:
     """Upper bound on the expected tokens of all trees of `size` nodes.
 
-    It is the sum of the `size` largest node values of the infinite tree. A child's value is at most
-    its parent's, so a heap that starts with the root yields the values in decreasing order.
+    It is the sum of the `size` largest node values of the infinite tree.
     """
-    table = rates.tolist()
+    return sum(value for value, _ in most_valuable_nodes(rates, size))
+
+
+def most_valuable_nodes(
+    rates: Floats, size: int, depth: float = math.inf
+) -> list[tuple[float, int]]:
+    """The nodes of the largest values in a tree of so many levels, each with its parent's place.
+
+    A child's value is at most its parent's, so a heap that starts with the root yields the values
+    in decreasing order.
+    """
+    table, nodes = rates.tolist(), list[tuple[float, int]]()
     off_spine = len(table[0]) - 1
-    total = 0.0
-    heap = [(-1.0, 0, 0)]  # -value, level and node class of nodes whose parent is counted already
-    for _ in range(size):
-        negative_value, level, node_class = heapq.heappop(heap)
-        total -= negative_value
-        for rank, p in enumerate(table[min(level, len(table) - 1)][node_class]):
-            child_class = node_class if rank == 0 else off_spine
-            heapq.heappush(heap, (negative_value * p, level + 1, child_class))
-    return total
+    # -value, level, node class and parent of nodes whose parent is there already
+    heap = [(-1.0, 0, 0, -1)]
+    while heap and len(nodes) < size:
+        negative_value, level, node_class, parent = heapq.heappop(heap)
+        nodes.append((-negative_value, parent))
+        if level + 1 < depth:
+            for rank, p in enumerate(table[min(level, len(table) - 1)][node_class]):
+                child_class = node_class if rank == 0 else off_spine
+                heapq.heappush(heap, (negative_value * p, level + 1, child_class, len(nodes) - 1))
+    return nodes

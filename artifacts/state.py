@@ -2,55 +2,123 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from sequoia_plan.artifacts.plan import Plan
+from sequoia_plan.artifacts.expected_tokens import most_valuable_nodes
+from sequoia_plan.artifacts.step_time import StepTime
 from sequoia_plan.artifacts.tree import NO_SPECULATION, TokenTree
 
 MAX_LOSS = 0.02
 """What a text may lose against plain decoding in the long run, as a share of its time."""
 FIRST_BALANCE, MAX_BALANCE = 1.5, 5.0
 """Plain steps that a text may lose at its begin, and after it has gained any number of them."""
-CATCH_UP = 0.5
-"""Plain steps in which a draft reads what it missed, about: falling back costs as much."""
 LEAST_SPEEDUP = 1 / (1 + MAX_LOSS + FIRST_BALANCE / 64)
 """What is promised to a text of 64 tokens on which nothing is accepted."""
+PRIOR = 8.0
+"""Accepted tokens that the plan's expectation counts for, beside those of the text."""
+MEMORY = 64
+"""Steps after which what a text accepted counts a third, about."""
+RUNGS = (2, 4, 8, 16, 32)
+"""Nodes of the trees that steps may take in place of the plan's."""
+IN_DOUBT = 0.4
+"""Doubt from which a step is one that times its tree, and is not charged."""
+EQUAL = 0.08
+"""Expected tokens by which another tree must be better than the plan's."""
+
+
+class Choice(NamedTuple):
+    """A tree that a step may take.
+
+    Args:
+        tree: the tree.
+        tokens: tokens that its step yields on average by the plan.
+        cost: duration of its step in plain steps, as planned or as measured.
+        doubt: the step may well take 1 + doubt times less; 0 for a time that is planned or new.
+    """
+
+    tree: TokenTree
+    tokens: float = 1.0
+    cost: float = 1.0
+    doubt: float = 0.0
+
+
+PLAIN = Choice(NO_SPECULATION)
+
+
+def choices_of(tree: TokenTree, match_length: int, has_rungs: bool = True) -> list[Choice]:
+    """What steps with such a match may take: the plan's tree, no speculation, and rungs between.
+
+    A rung has the most valuable nodes within the levels of the plan's tree, by its acceptance and
+    times; those beside a chain are chains.
+    """
+    plan: Any = tree.plan
+    planned, plain, choices = tree.for_match(match_length), plan.plain_seconds, [PLAIN]
+    part = [plan, *(p for p in plan.by_match if p.match_length <= match_length)][-1]
+    if has_rungs and plan.latency and part.acceptance:
+        times = StepTime(plan.latency, plan.drafting, bool(plan.by_match))
+        rates = part.acceptance.rates[:, :, : 1 if planned.branching == 1 else None]
+        for size in RUNGS:
+            nodes = most_valuable_nodes(rates, size, planned.depth)
+            if len(nodes) == size <= times.largest_size():
+                rung = TokenTree.from_parents(parent for _, parent in nodes)
+                rung = replace(rung, looks_up=planned.looks_up)
+                tokens = math.fsum(value for value, _ in nodes)
+                choices.insert(0, Choice(rung, tokens, times.step_seconds(rung) / plain))
+    own = Choice(planned, part.expected_tokens, part.step_seconds / plain)
+    return [own if planned.size > 1 else PLAIN, *choices]
 
 
 class State(NamedTuple):
-    """What is known of a text from its committed tokens and from planned times alone.
+    """What is known of a text from the steps before.
 
     Args:
         length: its tokens.
         match_length: tokens of the longest suffix that occurs earlier in it.
-        balance: how many plain steps its trees have gained on plain decoding, by the planned times
-            of its steps. Below 0 a step has no tree; it then rises by `MAX_LOSS` a token.
+        balance: how many plain steps trees have gained on plain decoding. Below 0 a step has no
+            tree; it then rises by `MAX_LOSS` a token.
+        speed: tokens in the time of a plain step, lately: what time is worth.
+        counts: of steps whose spine is drafted, and of those whose is looked up, the
+            tokens beyond one a step, and how many the plan expected; older steps count less.
     """
 
     length: int
     match_length: int
     balance: float = FIRST_BALANCE
+    speed: float = 1.0
+    counts: tuple[tuple[float, float], ...] = ((0.0, 0.0), (0.0, 0.0))
 
-    def tree_of(self, tree: TokenTree) -> TokenTree:
-        """Which of the trees of `tree` the step takes."""
+    def choose(self, choices: Sequence[Choice]) -> Choice:
+        """Which choice the step takes: of the highest F - S t (planner/solving/match/portfolio.py).
+
+        F is what the text's own tokens make of the plan's, and S the speed.
+        """
+
+        def gain(choice: Choice) -> float:
+            """Expected tokens less one, and less those that the step's time is worth."""
+            yielded, expected = self.counts[choice.tree.looks_up]
+            tokens = (choice.tokens - 1) * (PRIOR + yielded) / (PRIOR + expected)
+            return tokens - self.speed * choice.cost / (1 + choice.doubt)
+
         if self.balance < 0:
-            return NO_SPECULATION
-        return tree.for_context(self.length).for_match(self.match_length)
+            return choices[-1]
+        best = max(choices, key=gain)
+        return best if gain(best) > gain(choices[0]) + EQUAL else choices[0]
 
-    def after_step(self, tree: TokenTree, num_tokens: int, match_length: int) -> State:
-        """The state after a step with the tree that `tree` has for this state."""
-        plan = tree.for_context(self.length).plan
-        balance = self.balance + num_tokens * (1 + MAX_LOSS)
-        balance -= self.planned_seconds(plan) / plan.plain_seconds if plan.plain_seconds else 1.0
-        if balance < 0 <= self.balance:
-            balance -= CATCH_UP
+    def after_step(self, choice: Choice, num_tokens: int, match_length: int) -> State:
+        """The state after a step that took `choice`; one that times its tree is not charged."""
+        balance = self.balance
+        if choice.doubt < IN_DOUBT:
+            balance += num_tokens * (1 + MAX_LOSS) - choice.cost
+        counts = [(a - a / MEMORY, b - b / MEMORY) for a, b in self.counts]
+        yielded, expected = counts[choice.tree.looks_up]
+        counts[choice.tree.looks_up] = yielded + num_tokens - 1, expected + choice.tokens - 1
         return State(
-            self.length + num_tokens, match_length, min(balance, max(MAX_BALANCE, self.balance))
+            self.length + num_tokens,
+            match_length,
+            min(balance, MAX_BALANCE),
+            max(1.0, self.speed + (num_tokens - self.speed * choice.cost) / MEMORY),
+            tuple(counts),
         )
-
-    def planned_seconds(self, plan: Plan) -> float:
-        """Duration of the step in this state; 0 where the plan predicts no times."""
-        if self.balance < 0:
-            return plan.plain_seconds or 0.0
-        reached = [part for part in plan.by_match if part.match_length <= self.match_length]
-        return (reached[-1] if reached else plan).step_seconds or 0.0

@@ -239,6 +239,23 @@ def steps(results: Path) -> Iterator[str]:
         yield row(setting, *(f"{time:.2f}" for time in times))
 
 
+def clock(results: Path) -> Iterator[str]:
+    """Decoding with plans that are wrong, over plain decoding."""
+    if not (results / "clock.json").exists():
+        return
+    report = read(results, "clock")
+    yield f"{report['processor']}; {report['prompts']} prompts x {report['tokens']} tokens."
+    yield ""
+    titles = (f"{title}, {n}" for n in report["figures"] for title in ("promised", "measured"))
+    yield from header("plan; threads", *titles)
+    for name, figures in next(iter(report["figures"].values())).items():
+        cells = [f"{name} ({figures['nodes']} nodes)"]
+        for by_plan in report["figures"].values():
+            middle, low, high = by_plan[name]["over_plain"]
+            cells += [f"{by_plan[name]['promised']:.2f}x", f"{middle:.2f}x ({low:.2f}-{high:.2f})"]
+        yield row(*cells)
+
+
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "machine": machine,
     "speeds": speeds,
@@ -251,4 +268,5 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "processors": processors,
     "coder": coder,
     "steps": steps,
+    "clock": clock,
 }

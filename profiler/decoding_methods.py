@@ -72,6 +72,7 @@ def sequoia_method(
             seed=seed,
             eos_token_id=pair.end_tokens,
             streamer=watch,
+            timed=True,
         )
         return watch.stop(result.new_tokens, result.steps)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts.state import RUNGS
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.threads import one_thread_of_torch
 from sequoia_plan.models.layers import split_keys
@@ -60,14 +61,14 @@ class CapturedStep(TreeStep):
     def prefill(
         self, prompt: Tensor, max_new_tokens: int, seed: int | None = None, *, reuse: bool = False
     ) -> None:
-        """Start a sequence; it has room for all trees by match and by context.
+        """Start a sequence; it has room for all trees that steps may take.
 
         `reuse`: what the models have read of the prompt is not read again. `prompt` int64 [n].
         """
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
         trees = self.tree.all_trees
-        max_size = max(tree.size for tree in trees)
+        max_size = max(RUNGS[-1], *(tree.size for tree in trees))
         # the draft may not have read the last tokens as it reads a prompt
         unsettled = CATCH_UP_TOKENS + max(tree.depth for tree in trees) if reuse else None
         if self.lookup:

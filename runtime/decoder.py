@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -14,8 +15,9 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.state import FIRST_BALANCE, State
+from sequoia_plan.artifacts.state import Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
+from sequoia_plan.runtime.clock import Clock
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
@@ -30,13 +32,14 @@ from sequoia_plan.runtime.generation import (
     stop_list,
     whole_number,
 )
-from sequoia_plan.runtime.pace import MAX_CONTEXTS, note_pace
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 from sequoia_plan.runtime.session import Session
 from sequoia_plan.runtime.text import NewText, TextStream
 
 SEEDS = (-(1 << 63), (1 << 64) - 1)
 """The first and the last seed that PyTorch's generators take."""
+TOLERANCE = 1.15
+"""A machine is another one if the plan's steps take longer or less by this factor."""
 
 
 class SequoiaDecoder:
@@ -77,7 +80,7 @@ class SequoiaDecoder:
         captured: bool | None = None,
     ) -> None:
         check_loaded(target, draft, tree)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.clock = tokenizer, Clock()
         self._use(DecodingModels(target, draft, tree, tokenizer, draft_tokenizer, captured), tree)
 
     def with_tree(self, tree: TokenTree) -> SequoiaDecoder:
@@ -102,12 +105,19 @@ class SequoiaDecoder:
         trees = set(tree.all_trees)
         # a step that is launched before the last one was read cannot depend on that
         is_read_first = len(trees) > 1 or models.graphs is None
-        is_fast = tree.plan.objective == "speed" and tree.plan.plain_seconds is not None
-        self.falls_back = is_fast and is_read_first
-        trees |= {TokenTree.chain(1)} if self.falls_back else set()
+        is_fast = tree.plan.objective == "speed" and bool(tree.plan.plain_seconds)
+        self.chooses = is_fast and is_read_first
+        has_rungs = models.graphs is None  # else each is captured anew
+        self.choices = {
+            (start, m): choices_of(t, m, has_rungs) if self.chooses else [Choice(t.for_match(m))]
+            for start, t in {0: tree, **tree.by_context}.items()
+            for m in (*t.portfolio, *(part.match_length for part in t.plan.by_match))
+        }
+        trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
-        self.step, self.pace = self.step_of_tree[tree], list[float]()
+        self.step, self.has_warned = self.step_of_tree[tree], False
+        self.state = self.first_state = State(0, 0, speed=tree.plan.predicted_speedup or 1.0)
         stream, latency = models.target.stream, tree.plan.latency
         if stream and latency and latency.stream:
             stream.keep_most_chosen(latency.stream.expert_counts)
@@ -134,6 +144,7 @@ class SequoiaDecoder:
         output_scores: bool = False,
         reuse_prefix: bool = False,
         on_step: Callable[[StepOutput, str], object] | None = None,
+        timed: bool | None = None,
     ) -> Generation:
         """Generate after a prompt.
 
@@ -167,6 +178,10 @@ class SequoiaDecoder:
                 begins with it.
             on_step: called after each step with its output, and the text that is known so far;
                 what it raises ends the generation.
+            timed: choose the tree of each step by what steps take on this machine and by what
+                earlier texts gained, where the tree's plan has times and steps are not CUDA graphs.
+                False: by planned times and this text alone, so that with a seed a text is
+                repeatable. None: False with a seed, else True.
 
         Raises:
             SequoiaPlanError: if the prompt is empty, a batch or too long for the context, a setting
@@ -205,6 +220,7 @@ class SequoiaDecoder:
         all_steps = self.steps(
             prompt, max_new_tokens, sampling, seed,
             path_logits=path_logits, keeps_logits=bool(record.parts), reuse_prefix=reuse_prefix,
+            timed=timed,
         )  # fmt: skip
         with closing(all_steps) as steps:
             if finish_reason:  # no step: the prompt is read, and that is all
@@ -221,6 +237,7 @@ class SequoiaDecoder:
                     streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
+        self._compare_with_plan()
         sequences = torch.tensor([prompt_ids + new_ids], device=self.step.device)
         seconds = time.perf_counter() - started
         result_text = None if text is None else ending.known + text.rest()
@@ -228,6 +245,25 @@ class SequoiaDecoder:
             sequences, len(new_ids), num_steps, seconds, finish_reason, result_text,
             **record.tensors(),
         )  # fmt: skip
+
+    def choices_at(self, length: int, match_length: int) -> list[Choice]:
+        """What the step after a text of so many tokens with such a match may take."""
+        reached = [key for key in self.choices if key[0] <= length and key[1] <= match_length]
+        return self.choices[max(reached)]
+
+    def _compare_with_plan(self) -> None:
+        """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
+        choices = self.choices_at(*self.state[:2])
+        factor = math.exp(self.clock.means.get(choices[0].tree, 0.0))
+        if self.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
+            return
+        self.has_warned = True
+        chosen = self.state.choose(self.clock.measured(choices)).tree
+        logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
+            f"steps with the plan's tree take {factor:.2f} times as long as planned, beside plain "
+            f"ones: this machine is not as profiled, or busy; the choice now: {chosen}. For a plan "
+            "that suits it: sequoia-plan profile, then sequoia-plan solve"
+        )
 
     def refresh(self) -> None:
         """Take the models' weights anew, after changes that leave no trace (through `.data`)."""
@@ -272,48 +308,48 @@ class SequoiaDecoder:
         path_logits: PathLogits | None = None,
         keeps_logits: bool = False,
         reuse_prefix: bool = False,
+        timed: bool | None = None,
     ) -> Generator[StepOutput, None, None]:
         """Prefill `prompt` (int64 [n]), then yield steps until the limit or the context's end.
 
         From the first step to the last, or until the iterator is closed, other threads wait for the
         decoder. The tree never shrinks: near the end of the context, nodes beyond it are cut off
-        the result. Before each step, the state of the committed text decides which tree runs. With
-        `launches_ahead`, a step that is needed in any case is launched before the tokens of the
-        step before it are read.
+        the result. Before each step, what was committed decides which tree runs, and if `timed` (as
+        for `generate`), so do the times of earlier steps. With `launches_ahead`, a step that is
+        needed in any case is launched before the tokens of the step before it are read.
 
         Raises:
             SequoiaPlanError: if the prompt leaves no room in the context, or a model's logits are
                 not finite.
         """
-        step, tree, sequence = self.step, self.step.tree, self.step.sequence
+        step, sequence, clock = self.step, self.step.sequence, self.clock
         with sequence.lock.hold():
             sequence.path_logits, sequence.keeps_logits = path_logits, keeps_logits
+            timed = seed is None if timed is None else timed
             seed = 0 if sampling.greedy else seed
             step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
+            # CUDA graphs are captured in steps, and the host takes part in those by parts
+            timed &= self.chooses and step.models.graphs is None and not step.runs_by_parts
             length = prompt.numel() - 1
             match_length = int(step.look_up()) if step.lookup else 0
-            state = State(length, match_length, FIRST_BALANCE if self.falls_back else math.inf)
-            step = self.step_of_tree[state.tree_of(tree)]
+            state = self.state if timed else self.first_state
+            state = state._replace(length=length, match_length=match_length)
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
-                started = time.perf_counter()
+                choices = self.choices_at(length, state.match_length)
+                choice = state.choose(clock.measured(choices) if timed else choices)
+                step = self.step_of_tree[choice.tree]
+                started = clock.now()
                 read_output = launched or step.launch(length, sampling)
                 max_length, launched = length + step.tree.depth, None
                 if step.launches_ahead and max_length < end:
                     launched = step.launch(max_length, sampling)
                 output = read_output(length)
-                if not (step.launches_ahead or step.runs_by_parts):
-                    self._note_pace(state, time.perf_counter() - started)
+                if timed:
+                    choice = clock.note(choice, clock.now() - started)
                 length += len(output.tokens)
                 sequence.num_read = length
+                state = state.after_step(choice, len(output.tokens), output.match_length)
+                self.state = state if timed else self.state
                 yield output
-                state = state.after_step(tree, len(output.tokens), output.match_length)
-                step = self.step_of_tree[state.tree_of(tree)]
-
-    def _note_pace(self, state: State, seconds: float) -> None:
-        """Compare the seconds of a step with those that its plan has for this state."""
-        plan = self.step.tree.for_context(state.length).plan
-        planned = state.planned_seconds(plan)
-        if planned and plan.latency and state.length <= MAX_CONTEXTS * plan.latency.context:
-            note_pace(self.pace, seconds / planned)

@@ -98,6 +98,7 @@ def sequoia(
         output_logits=bool(config.output_logits),
         output_scores=bool(config.output_scores),
         reuse_prefix=count > 1,
+        timed=sampling.greedy,  # with `set_seed` alone a text is repeatable, too
     )
     rows = [result.sequences[0] for result in results]
     # generate has put the first end token here where there is no padding token

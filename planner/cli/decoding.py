@@ -52,7 +52,13 @@ optional_tree_option = file_option(
 @file_option("--json-schema", text="Only texts that this JSON schema allows.")
 @name_option("--regex", text="Only texts that match this regular expression.")
 @file_option("--grammar", text="Only texts of this grammar (GBNF).")
-@count_option("--seed", default=0, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
+@count_option("--seed", default=None, text="Makes sampling repeatable.", least=0, most=2**63 - 1)
+@click.option(
+    "--repeatable",
+    "seed",
+    flag_value=0,
+    help="The same as --seed 0: trees are chosen by planned times, and not by this machine's.",
+)
 @json_option
 def generate(
     tree_file: str | None,
@@ -66,7 +72,7 @@ def generate(
     json_schema: str | None,
     regex: str | None,
     grammar: str | None,
-    seed: int,
+    seed: int | None,
     as_json: bool,
 ) -> None:
     """Generate text with a compiled tree."""

@@ -107,7 +107,7 @@ def sizes_option(name: str, parameter: str, maximum: int, text: str, **settings:
 
 
 def count_option(
-    *names: str, default: int, text: str, least: int = 1, most: int | None = None
+    *names: str, default: int | None, text: str, least: int = 1, most: int | None = None
 ) -> Decorator:
     """An option that takes a whole number."""
     return click.option(

@@ -252,7 +252,7 @@ def test_generate_takes_settings_from_the_tree_and_warns_of_another_verifier(run
     settings = {"temperature": 0.8, "top_p": 0.9, "verifier": "traversal"}
     plan = {"acceptance": [0.5, 0.2], "settings": settings}
     save_tree(TokenTree([-1, 0, 0, 1], plan), "warm.safetensors")
-    arguments = ("generate", "--tree", "warm.safetensors", "--prompt", "Hi", *SHORT)
+    arguments = ("generate", "--tree", "warm.safetensors", "--prompt", "Hi", "--seed", "0", *SHORT)
     as_made = run(*arguments)
     same = run(*arguments, "--verifier", "traversal", "--top-p", "0.9")
     other = run(*arguments, "--verifier", "topk", "--sampling", "top-k=9,min_p=0.1")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from enumeration import continued, outcomes, without_replacement
 
-from sequoia_plan.artifacts.state import FIRST_BALANCE, State
+from sequoia_plan.artifacts.state import State
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.verify import VERIFIERS
 from sequoia_plan.runtime.verify.residual import without_looked_up
@@ -87,40 +87,47 @@ def error_of_a_step(decoder, prompt, sampling, expected=None):
     The target is `expected`, if it is another one than the decoder's. There are as many tokens as
     the tree has levels. The prompt decides which tree the step has.
     """
-    state, chances = chances_of_a_step(decoder, prompt, sampling)
+    choice, drafted_chances = chances_of_a_step(decoder, prompt, sampling, State(0, 0))
+    chances = Counter()
+    for (said, _), chance in drafted_chances.items():
+        chances[said] += chance
     target = expected or decoder.step.target.module
-    length = state.tree_of(decoder.step.tree).depth
+    length = choice.tree.depth
     token_probs = token_probs_of_texts(target, prompt, length, sampling)
     return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
 
 
-def error_of_steps(decoder, prompt, sampling, length, twin=None):
+def error_of_steps(decoder, prompt, sampling, length, twin=None, cost_of=None):
     """The same of `length` tokens of as many steps as that takes, each with the tree of its state.
 
-    `twin` takes a state and a step's drafted tokens and gives the state that chooses its tree.
+    `twin` takes a state and a step's drafted tokens and gives the state that chooses its tree;
+    `cost_of` takes a choice and the drafted tokens and gives what the step is found to cost.
     """
-    tree, open_texts, chances = decoder.step.tree, Counter({((), FIRST_BALANCE): 1.0}), Counter()
+    open_texts, chances = Counter({((), State(0, 0)): 1.0}), Counter()
     while open_texts:
-        (text, balance), probability = open_texts.popitem()
+        (text, state), probability = open_texts.popitem()
         if len(text) >= length:
             chances[text[:length]] += probability
             continue
         whole = [*prompt, *text]
-        state, of_step = chances_of_a_step(decoder, whole, sampling, balance, twin)
-        for said, chance in of_step.items():
-            following = state.after_step(tree, len(said), 0).balance
+        choice, of_step = chances_of_a_step(decoder, whole, sampling, state, twin)
+        for (said, drafted), chance in of_step.items():
+            cost = cost_of(choice, drafted) if cost_of else choice.cost
+            following = state.after_step(choice._replace(cost=cost), len(said), 0)
             open_texts[(*text, *said), following] += probability * chance
     token_probs = token_probs_of_texts(decoder.step.target.module, prompt, length, sampling)
     return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
 
 
 @torch.inference_mode()
-def chances_of_a_step(decoder, prompt, sampling, balance=FIRST_BALANCE, twin=None):
-    """The state after the prompt, and how probably a step puts out which tokens there."""
+def chances_of_a_step(decoder, prompt, sampling, state, twin=None):
+    """What a step after the prompt takes, and how probably it (puts out which tokens, has drafted
+    which)."""
     step, script = decoder.step, sampling.script
     step.prefill(torch.tensor(prompt), 4 * max(t.depth for t in step.tree.all_trees), 0)
-    state = State(len(prompt) - 1, int(step.look_up()) if step.lookup else 0, balance)
-    step = decoder.step_of_tree[state.tree_of(step.tree)]
+    match_length = int(step.look_up()) if step.lookup else 0
+    choice = state.choose(decoder.choices_at(len(prompt) - 1, match_length))
+    step = decoder.step_of_tree[choice.tree]
     tree, vocabulary = step.tree, step.target.module.config.vocab_size
     step.refill_random_numbers(sampling)
     covered, chances = step.drafter.d2t if step.drafter else None, Counter()
@@ -128,10 +135,11 @@ def chances_of_a_step(decoder, prompt, sampling, balance=FIRST_BALANCE, twin=Non
         drafted = step.draft(64, sampling)
         logits = step.process_target(step.forward_target(64))
         tokens = step.sequence.tokens[len(prompt) - 1 : len(prompt) - 1 + tree.size].tolist()
+        tokens = tuple(tokens)
         p = sampling.target_probs(logits).double()
         if tree.size == 1 or (twin and twin(state, tokens[1:]).balance < 0):
             for token, probability in enumerate(p[0].tolist()):
-                chances[token,] += script.chance * probability
+                chances[(token,), tokens[1:]] += script.chance * probability
             continue
         draft_probs, drawn, options, bonus_probs = drafted.draft_probs, drafted.drawn, {}, p
         if tree.looks_up:
@@ -145,6 +153,6 @@ def chances_of_a_step(decoder, prompt, sampling, balance=FIRST_BALANCE, twin=Non
         )
         verified = tree, tokens, bonus_probs.__getitem__, step.verifier.index, covered
         for said, probability in outcomes(acceptance, *verified):
-            chances[said] += script.chance * probability
+            chances[said, tokens[1:]] += script.chance * probability
     assert abs(sum(chances.values()) - 1) < 1e-5
-    return state, chances
+    return choice, chances

@@ -31,10 +31,16 @@ SMALL_TREES = {
 PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
 
 
-def planned(tree, cost):
-    """The tree with a plan by which its steps take so many times as long as plain ones."""
+def planned(tree, cost, tokens=None, **plan):
+    """The tree with a plan by which its steps take so many plain ones and yield so many `tokens`,
+    twice as many by default."""
+    tokens = tokens or max(1.0, 2 * cost)
     plan = Plan(
-        objective="speed", expected_tokens=1.0, step_seconds=cost, predicted_speedup=1 / cost
+        objective="speed",
+        expected_tokens=tokens,
+        step_seconds=cost,
+        predicted_speedup=tokens / cost,
+        **plan,
     )
     return replace(tree, plan=plan)
 
