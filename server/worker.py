@@ -150,7 +150,8 @@ class Worker:
         text = max(self.texts, key=shared)
         choice.cached = count = shared(text)
         if count < text.step.sequence.num_read / 2:  # most of that text would be lost
-            source, text = text.step.sequence, self._new_text()
+            source, clock, text = text.step.sequence, text.clock, self._new_text()
+            text.clock = clock  # texts differ, the machine does not
             copy, drafter = text.step.sequence, text.step.drafter
             caches = self.pair.target.new_cache, drafter.new_cache if drafter else None
             copy.reserve(len(source.tokens), *caches)
