@@ -2,21 +2,21 @@
 
     python benchmarks/serve.py -o benchmarks/results/serve.json
 
-Each round decodes a prompt by a decoder and by a stream of a server in this process, so ratios are
-free of drift. `stream over generate`: tokens/s, from the request to the last token. `own ms`: what
-passes between a request and its first chunk, less the time in which the prompt is read and the
-first step runs. `rest over rest`: the first token of a prompt of which a text before has all but
-the last `rest` tokens, over the same by a decoder that goes on. Medians of rounds with quartiles.
+Each round decodes a prompt by a decoder in this process and by a stream of the server, in turn, so
+ratios are free of drift. `stream over generate`: tokens/s, from the request to the last token.
+`own ms`: what passes between a request and its first chunk, less the time in which the prompt is
+read and the first step runs. `rest over rest`: the first token of a prompt of which a text before
+has all but the last `rest` tokens, over the same by a decoder that goes on. Medians of rounds with
+quartiles.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import threading
+import subprocess
+import sys
 import time
-from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 from reports import new_parser, spread, write_report
@@ -25,8 +25,7 @@ from sequoia_plan.artifacts import load_tree
 from sequoia_plan.artifacts.processor import processor_name
 from sequoia_plan.artifacts.prompts import BUILT_IN, held_out_half, load
 from sequoia_plan.profiler.prompts import encode
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, load_pair
-from sequoia_plan.server import Worker, serve
+from sequoia_plan.runtime import SequoiaDecoder, load_pair
 
 REST = 32
 
@@ -59,13 +58,15 @@ def main() -> None:
     parser.add_argument("--target", help="as for generate")
     parser.add_argument("--tree", default="smollm2-135m-epyc-2-cores-t0")
     options = parser.parse_args()
-    rounds, tokens, shared = (2, 16, 200) if options.quick else (24, 128, 3000)
+    rounds, tokens, shared = (5, 32, 200) if options.quick else (24, 128, 3000)
     pair, tree = load_pair(options.target), load_tree(options.tree)
     decoder = SequoiaDecoder(pair.target, pair.draft, tree, tokenizer=pair.tokenizer)
-    worker, urls = Worker(pair, tree, Sampling(), 32768), SimpleQueue[str]()
-    arguments: dict[str, Any] = {"port": 0, "on_ready": urls.put}
-    threading.Thread(target=serve, args=(lambda: worker,), kwargs=arguments, daemon=True).start()
-    address = urls.get().removeprefix("http://")
+    words = ["serve", "--port", "0", "--tree", options.tree]
+    words += ["--target", options.target] if options.target else []
+    command = [sys.executable, "-c", "from sequoia_plan.planner.cli import main; main()", *words]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout
+    address = server.stdout.readline().strip().removeprefix("ready at http://")
     prompts = [encode(pair.tokenizer, each.text) for each in held_out_half(load(BUILT_IN))]
     figures: dict[str, list[float]] = {"stream over generate": [], "own ms": []}
     for prompt in prompts[: rounds + 1]:
@@ -88,7 +89,7 @@ def main() -> None:
         print(name, json.dumps(values), flush=True)
     about = {"processor": processor_name(), "tokens": tokens, "shared": shared, "rest": REST}
     write_report(options.output, about | {"figures": report})
-    worker.jobs.put(None)
+    server.terminate()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Generation, Grammar, Pair, Sampling, SequoiaDecoder
 from sequoia_plan.server.requests import Request
 
+MAX_TEXTS = 4
+"""So many texts are kept at most: the memory of a step takes 50 ms to make anew."""
 PART = 512
 """Tokens of a prompt that are read before a client that has gone away is noticed."""
 POSITION = 'spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
@@ -150,10 +152,12 @@ class Worker:
         text = max(self.texts, key=shared)
         choice.cached = count = shared(text)
         if count < text.step.sequence.num_read / 2:  # most of that text would be lost
-            source, clock, text = text.step.sequence, text.clock, self._new_text()
+            source, clock = text.step.sequence, text.clock
+            text = self._new_text() if len(self.texts) < MAX_TEXTS else self.texts[0]
             text.clock = clock  # texts differ, the machine does not
             copy, drafter = text.step.sequence, text.step.drafter
             caches = self.pair.target.new_cache, drafter.new_cache if drafter else None
+            copy.num_read = 0
             copy.reserve(len(source.tokens), *caches)
             with suppress(ValueError):  # the first pass allocates the caches of a PyTorch module
                 copy.target.take(source.target, count)
