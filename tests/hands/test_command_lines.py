@@ -38,7 +38,7 @@ MODES = {
     "draft": "export --format draft --draft smollm2-135m-draft -o made",
     "target": "export --format target -o made",
     "import": "import n.json -o made",
-    "generate": "generate --tree t --max-new-tokens 8 --seed 1",
+    "generate": "generate --tree t --max-new-tokens 16 --seed 5",
     "bench": "bench --tree t --prompts p.txt",
     "profile": "profile --prompts p.txt -o made",
     "vllm": "diagnose vllm --target model --speculative-config {} --python /no/such",
@@ -157,8 +157,8 @@ WITHOUT_EFFECT = {
 NEED_MODELS = {"profile", "llamacpp", "vllm", "url"}
 """Ways that end before they use all options, for want of a model or a server."""
 REAL = {"generate", "bench"}
-VALUES = {"temperature": "9", "top_p": "0.01", "stop": "e", "rare_settings": "top_k=1", "regex": "[0-9]+",
-          "draft_vocabulary": DEFAULT_DRAFT}  # fmt: skip
+VALUES = {"temperature": "9", "top_p": "0.01", "stop": "e", "rare_settings": "top_k=1",
+          "regex": "[0-9]+", "draft_vocabulary": DEFAULT_DRAFT}  # fmt: skip
 """Right values of options, whose effect is seen."""
 
 
