@@ -17,7 +17,7 @@ from transformers import TextStreamer
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
-from sequoia_plan.runtime.clock import Clock
+from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
@@ -254,7 +254,7 @@ class SequoiaDecoder:
     def _compare_with_plan(self) -> None:
         """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
         choices = self.choices_at(*self.state[:2])
-        factor = math.exp(self.clock.means.get(choices[0].tree, 0.0))
+        factor = math.exp(self.clock.means.get(shape_of(choices[0].tree), 0.0))
         if self.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
         self.has_warned = True
