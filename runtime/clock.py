@@ -14,6 +14,8 @@ RUN = 24
 rows some processors are slower for a while (measured: 7.5 ms, then 4.0 from the 15th on)."""
 MEMORY, STALE = 16, 2048
 """Steps of a tree that its mean counts, and steps of any after which one counts a third, about."""
+LEAST = 1e-9
+"""Seconds of a step, where a clock stands still or goes back."""
 FIRST = 4
 """So many first steps of a tree count by the least of them: the others found nothing in caches."""
 SURPRISE, MAX_CHANGE = 0.25, 0.03
@@ -66,7 +68,7 @@ class Clock:
 
     def note(self, choice: Choice, seconds: float) -> Choice:
         """Count a step of these seconds; returns its measured choice with what it now costs."""
-        shape = shape_of(choice.tree)
+        shape, seconds = shape_of(choice.tree), max(seconds, LEAST)
         is_plain = shape == PLAIN
         self.plain_run = self.plain_run + 1 if is_plain else 0
         if self.plain_run == 1:

@@ -72,6 +72,22 @@ def test_a_machine_that_slows_down_has_its_best_tree_within_64_tokens():
     assert sizes[num_before:].count(2) > 0.9 * len(sizes[num_before:])
 
 
+def test_a_clock_that_jumps_changes_no_choice(monkeypatch):
+    """Ahead by an hour, as after a sleep, back, and not at all: one step each, a means' share."""
+    shares = []
+    for jump in (3600.0, -3600.0, -PLANNED[4], 3600.0):
+        if len(shares) == 3:  # the control: a step moves its mean by all that it differs
+            monkeypatch.setattr("sequoia_plan.runtime.clock.MAX_CHANGE", 99.0)
+        machine = Machine()
+        machine.text(300)
+        machine.seconds = PLANNED | {4: PLANNED[4] + jump}
+        machine.text(2)
+        machine.seconds = PLANNED
+        sizes = machine.text(60)[0]
+        shares.append(sizes.count(4) / len(sizes))
+    assert min(shares[:3]) > 0.9 > shares[3]
+
+
 def test_what_texts_lost_is_remembered_and_not_with_a_seed():
     machine = Machine(noise=9.0)
     machine.text(60)
