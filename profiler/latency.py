@@ -22,7 +22,9 @@ MAX_CHAIN = 64
 """The most nodes that are timed where a node has at most one child."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 MAX_INTERVAL = 4
-"""Even the largest sizes take part in one round of so many."""
+"""Even the largest sizes take part in one round of so many, and so do plain steps."""
+PLAIN_STEPS = 24
+"""In a row: after passes over many rows some processors are slower for a while."""
 
 
 class LatencyMeter:
@@ -170,15 +172,15 @@ class LatencyMeter:
             part = "lookup" if tree_timer.step.lookup else "verification"
             seconds[part, tree_timer.step.tree] = tree_timer.run()
         seconds["stream", 1] = self._stream_seconds()
-        if self.step.device.type == "cpu":
+        if self.step.device.type == "cpu" and len(self.samples) % MAX_INTERVAL == 0:
             seconds["plain", 1] = self._plain_seconds()
         return seconds
 
     def _plain_seconds(self) -> float:
-        """Seconds of the last of three steps of plain decoding, one after the other."""
+        """Seconds of the last of some steps of plain decoding, one after the other."""
         sequence = self.step.sequence
         length, seconds = int(sequence.length), 0.0
-        for _ in range(3):
+        for _ in range(PLAIN_STEPS):
             started = time.perf_counter()
             self.plain.launch(length, self.sampling)(length)
             seconds = time.perf_counter() - started
