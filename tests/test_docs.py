@@ -22,7 +22,7 @@ COMMANDS = ("sequoia-plan ", "python -m ", "python benchmarks/", "python tools/"
 """How the commands in code blocks begin."""
 MODELS = "moe|hybrid|--target|--draft|--offload|--metrics|--format (draft|target)"
 NOT_RUN = re.compile(
-    rf"sequoia-plan (profile|bench|diagnose|doctor|solve (own|streamed)\.yaml|.*({MODELS}))"
+    rf"sequoia-plan (profile|bench|diagnose|doctor|serve|solve (own|streamed)\.yaml|.*({MODELS}))"
 )
 """Commands of `sequoia-plan` that are parsed and not run here: they measure or need models. Tests
 of their own run them."""
