@@ -20,7 +20,8 @@ from sequoia_plan.models.packed.features import LONG
 def compiled(function: Any, **flags: Any) -> Any:
     """Compile a function, and keep the code while no source beside it or this one changes."""
     compiled = njit(nogil=True, cache=True, error_model="numpy", **flags)(function)
-    return follow_sources(compiled, *{dirname(__file__), dirname(function.__code__.co_filename)})
+    folders = {dirname(__file__), dirname(function.__code__.co_filename)}
+    return follow_sources(compiled, *sorted(folders))  # sets have another order in each process
 
 
 @functools.cache

@@ -127,3 +127,22 @@ def test_compiled_code_is_renewed_when_a_source_beside_it_changes(tmp_path):
             found[name, number] = int(done.stdout)
     assert (found["follows", 1], found["follows", 2]) == (1, 2)
     assert (found["kept", 1], found["kept", 2]) == (1, 1)  # the control
+
+
+@pytest.mark.slow
+def test_processes_agree_on_the_sources_of_compiled_code():
+    """Whatever order their sets have: else each would compile again what the last one kept."""
+    pytest.importorskip("numba")
+    code = (
+        "from sequoia_plan.models.packed import records\n"
+        "from sequoia_plan.runtime.compiled import step\n"
+        "stamp = step.decode._cache._cache_file._source_stamp\n"
+        "print(stamp, [*{records.__name__, step.__name__}], sep='|')"
+    )
+    found = set()
+    for seed in range(3):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        found.add(tuple(done.stdout.decode().strip().split("|")))
+    assert len({stamp for stamp, _ in found}) == 1 < len({order for _, order in found})
