@@ -168,7 +168,7 @@ class TokenTree:
         mask.flags.writeable = False
         return mask
 
-    @property
+    @cached_property
     def num_drafted_levels(self) -> int:
         """How many levels, from the root's on, have a draft pass.
 

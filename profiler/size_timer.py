@@ -75,19 +75,18 @@ class SizeTimer:
             self.step.sequence.target.roll_back(self.half)
 
         seconds = {}
+        passes: list[float] = []
         if self.pairs and self.times_draft:
-            self.pairs.refill_random_numbers(self.sampling)
-            if passes := self.pairs.time_passes(self.sampling, of_target=False):
-                seconds["draft", self.size] = passes[1]
-                self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
+            passes = self.pairs.time_passes(self.sampling, of_target=False)
+        if passes:
+            seconds["draft", self.size] = passes[1]
+            self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
         if stream:
+            # as in a step, where the target's weights are loaded ahead while the draft runs
             stream.wait_until_full()
         if self.pairs and (passes := self.step.time_passes(self.sampling, of_target=True)):
             return seconds | {("target", self.size): passes[0]}
         for _ in range(1 if stream else 2):  # the last time after a step
-            if stream:
-                # as in a step, where the target's weights are loaded ahead while the draft runs
-                stream.wait_until_full()
             if self.times_draft:
                 width = self.draft_input.input_slots.numel()
                 seconds["draft", width] = timed(device, self.draft_pass)[1]

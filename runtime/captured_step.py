@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.state import RUNGS
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.threads import one_thread_of_torch
 from sequoia_plan.models.layers import split_keys
@@ -59,16 +58,22 @@ class CapturedStep(TreeStep):
         return CapturedStep(self.models, tree)
 
     def prefill(
-        self, prompt: Tensor, max_new_tokens: int, seed: int | None = None, *, reuse: bool = False
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        seed: int | None = None,
+        *,
+        reuse: bool = False,
+        others: Iterable[TokenTree] = (),
     ) -> None:
-        """Start a sequence; it has room for all trees that steps may take.
+        """Start a sequence; it has room for all trees by match and by context, and for `others`.
 
         `reuse`: what the models have read of the prompt is not read again. `prompt` int64 [n].
         """
         self.models.check_prompt(prompt)
         max_length = min(prompt.numel() + max_new_tokens, self.target.context)
-        trees = self.tree.all_trees
-        max_size = max(RUNGS[-1], *(tree.size for tree in trees))
+        trees = [*self.tree.all_trees, *others]
+        max_size = max(tree.size for tree in trees)
         # the draft may not have read the last tokens as it reads a prompt
         unsettled = CATCH_UP_TOKENS + max(tree.depth for tree in trees) if reuse else None
         if self.lookup:
@@ -154,6 +159,8 @@ class CapturedStep(TreeStep):
     def time_passes(self, sampling: Sampling, *, of_target: bool) -> list[float]:
         """Run the target's pass or the draft's; the seconds of each, empty as above."""
         if compiled := self._compiled(sampling):
+            if not of_target:
+                self.refill_random_numbers(sampling)
             return compiled.time_passes(self.compiled_tree, sampling, of_target=of_target)
         return []
 

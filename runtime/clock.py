@@ -1,6 +1,5 @@
 """What steps take on the machine as it is now."""
 
-import functools
 import math
 import time
 from collections import defaultdict
@@ -25,10 +24,9 @@ tree has counted for is gone; else a step moves its mean by so much at most. In 
 
 Shape = tuple[int, int]
 """The nodes of a tree and its drafted levels: steps of trees of one shape take the same time."""
-PLAIN: Shape = (1, 0)
+PLAIN_SHAPE: Shape = (1, 0)
 
 
-@functools.cache
 def shape_of(tree: TokenTree) -> Shape:
     """The shape of a tree."""
     return tree.size, tree.num_drafted_levels
@@ -45,7 +43,7 @@ class Clock:
     def __init__(self) -> None:
         self.now, self.plain_run, self.plain = time.perf_counter, 0, 0.0
         self.last_mean, self.last_change, self.times_plain = 0.0, 0.0, False
-        self.means = {PLAIN: 0.0}
+        self.means = {PLAIN_SHAPE: 0.0}
         self.counts: defaultdict[Shape, float] = defaultdict(float)
 
     def measured(self, choices: Sequence[Choice]) -> Sequence[Choice]:
@@ -53,7 +51,7 @@ class Clock:
 
         What was not timed differs from its plan as the last timed tree does.
         """
-        self.times_plain |= self.counts[PLAIN] < RUN / 2
+        self.times_plain |= self.counts[PLAIN_SHAPE] < RUN / 2
         self.times_plain &= self.plain_run <= RUN
         if self.times_plain:
             return choices[-1:]
@@ -69,7 +67,7 @@ class Clock:
     def note(self, choice: Choice, seconds: float) -> Choice:
         """Count a step of these seconds; returns its measured choice with what it now costs."""
         shape, seconds = shape_of(choice.tree), max(seconds, LEAST)
-        is_plain = shape == PLAIN
+        is_plain = shape == PLAIN_SHAPE
         self.plain_run = self.plain_run + 1 if is_plain else 0
         if self.plain_run == 1:
             return choice  # it finds less of the weights in the processor's cache

@@ -327,7 +327,7 @@ class SequoiaDecoder:
             sequence.path_logits, sequence.keeps_logits = path_logits, keeps_logits
             timed = seed is None if timed is None else timed
             seed = 0 if sampling.greedy else seed
-            step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix)
+            step.prefill(prompt, max_new_tokens, seed, reuse=reuse_prefix, others=self.step_of_tree)
             # CUDA graphs are captured in steps, and the host takes part in those by parts
             timed &= self.chooses and step.models.graphs is None and not step.runs_by_parts
             length = prompt.numel() - 1

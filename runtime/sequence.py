@@ -102,15 +102,19 @@ class SequenceState:
         if new_draft_cache:
             self.draft = new_draft_cache(capacity)
         self.tokens = torch.zeros(capacity, dtype=torch.long, device=device)
-        if new_draft_cache and len(self.draft.blocks) < len(draft.blocks):
-            kept = 0  # its memory is allocated by the first pass
-        if kept:
-            self.tokens[:kept] = tokens[:kept]
-            self.target.take(target, kept)
-            if new_draft_cache:
-                self.draft.take(draft, kept)
-        self.num_read = kept
+        self.take(tokens, target, draft, kept)
         self.version += 1
+
+    def take(self, tokens: Tensor, target: TreeCache, draft: TreeCache, count: int) -> None:
+        """Take over `count` slots of a sequence's tokens and caches as read; none if it cannot."""
+        for own, other in ((self.target, target), (self.draft, draft)):
+            if len(own.blocks) < len(other.blocks):
+                count = 0  # its memory is allocated by the first pass
+        if count:
+            self.tokens[:count] = tokens[:count]
+            self.target.take(target, count)
+            self.draft.take(draft, count)
+        self.num_read = count
 
     def forget(self) -> None:
         """Let the next text have new memory: what there is may be incomplete or not finite."""

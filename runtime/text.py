@@ -34,9 +34,9 @@ class TextBefore:
             self.waiting = ""
             return text[: end + length]
         begun = (n for s in self.strings for n in range(len(s)) if text.endswith(s[:n]))
-        known = len(text) - max(begun, default=0)
-        self.waiting = text[known:]
-        return text[:known]
+        length = len(text) - max(begun, default=0)
+        self.waiting = text[length:]
+        return text[:length]
 
 
 class NewText:

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -159,11 +158,7 @@ class Worker:
             caches = self.pair.target.new_cache, drafter.new_cache if drafter else None
             copy.num_read = 0
             copy.reserve(len(source.tokens), *caches)
-            with suppress(ValueError):  # the first pass allocates the caches of a PyTorch module
-                copy.target.take(source.target, count)
-                copy.draft.take(source.draft, count)
-                copy.tokens[:count] = source.tokens[:count]
-                copy.num_read = count
+            copy.take(source.tokens, source.target, source.draft, count)
             choice.cached = copy.num_read
         self.texts = [each for each in self.texts if each is not text] + [text]
         while sum(len(each.step.sequence.tokens) for each in self.texts[:-1]) > self.memory:

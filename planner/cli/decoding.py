@@ -92,11 +92,7 @@ def generate(
     is_constrained = any(source is not None for source in sources.values())
     if prompt == "-":
         prompt = _read_stdin()
-    pair = load_pair(**models)
-    if remark:
-        click.echo(remark, err=True)
-    else:
-        warn_if_foreign(tree.plan, pair)
+    pair = pair_for(tree, remark, models)
     solved_verifier = tree.plan.settings.get("verifier", settings.verifier)
     if solved_verifier != settings.verifier and not settings.greedy:
         warn(
@@ -146,6 +142,16 @@ def generate(
         print_json({name: getattr(generation, name) for name in names} | {"tokens": new_tokens})
         return
     _print_figures(generation, tree.plan.expected_tokens)
+
+
+def pair_for(tree: Any, remark: str, models: dict[str, Any]) -> Any:
+    """The pair; says the remark of `tree_for`, or else what the tree's plan does not fit."""
+    pair = load_pair(**models)
+    if remark:
+        click.echo(remark, err=True)
+    else:
+        warn_if_foreign(tree.plan, pair)
+    return pair
 
 
 def tree_for(tree_file: str | None, models: dict[str, Any]) -> tuple[Any, str]:

@@ -6,8 +6,7 @@ from typing import Any
 import click
 
 from sequoia_plan.planner.cli import options
-from sequoia_plan.planner.cli.decoding import optional_tree_option, tree_for
-from sequoia_plan.planner.cli.pair import load_pair, warn_if_foreign
+from sequoia_plan.planner.cli.decoding import optional_tree_option, pair_for, tree_for
 
 
 @click.command()
@@ -38,12 +37,7 @@ def serve(
 
     def load() -> Worker:
         """The models, with what decodes."""
-        pair = load_pair(**models)
-        if remark:
-            click.echo(remark, err=True)
-        else:
-            warn_if_foreign(tree.plan, pair)
-        return Worker(pair, tree, settings, cache_tokens)
+        return Worker(pair_for(tree, remark, models), tree, settings, cache_tokens)
 
     with suppress(KeyboardInterrupt):
         serve(load, **endpoint, on_ready=lambda url: click.echo(f"ready at {url}"))

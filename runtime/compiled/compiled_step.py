@@ -166,7 +166,7 @@ class CompiledStep:
 def new_step(
     target: Any, drafter: Drafter | None, sequence: SequenceState, **sizes: Any
 ) -> CompiledStep | None:
-    """Steps of compiled models; None if one cannot be a draft_backend of a compiled step.
+    """Steps of compiled models; None if one cannot be a part of a compiled step.
 
     Those with windows cannot, and drafts that need embeddings which the target reads.
     """

@@ -88,9 +88,9 @@ class ModuleDraft:
         return TreeCache(layout, capacity, device, counts_positions=counts_positions)
 
     def features_of(self, hidden_states: Tensor) -> Tensor:
-        """The target's hidden states [..., fused width] as features."""
-        fused: Tensor = self.draft.features_of(hidden_states)
-        return fused
+        """The target's hidden states [..., states * width] as features."""
+        features: Tensor = self.draft.features_of(hidden_states)
+        return features
 
     def read(
         self, cache: Any, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor,

@@ -166,7 +166,7 @@ def first_tokens(prompt, tree, seeds, covered=None, length=3, sampling=None, dec
     decoder = decoder or toy_decoder(tree, noise=0.7, covered=covered)
     prompt, sampling = torch.tensor(prompt), sampling or Sampling(1.0, verifier="sequoia")
 
-    def again(prompt, max_new_tokens, seed, *, reuse):
+    def again(prompt, max_new_tokens, seed, *, reuse, others):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is
         hidden."""
         decoder.step.sequence.generator.manual_seed(seed)

@@ -9,7 +9,7 @@ from toys import planned, toy_models
 from sequoia_plan.artifacts import Acceptance, Latency, TokenTree
 from sequoia_plan.artifacts.state import FIRST_BALANCE, MAX_LOSS
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.clock import PLAIN
+from sequoia_plan.runtime.clock import PLAIN_SHAPE
 
 PLANNED = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7}
 PROMPT = torch.tensor([1, 2, 3])
@@ -121,4 +121,4 @@ def test_a_pair_is_timed_once(caplog):
         "steps with the plan's tree take 10.00 times as"
     ]
     machine.decoder = machine.decoder.with_tree(machine.decoder.step.tree)
-    assert machine.decoder.clock.counts[PLAIN] > 2
+    assert machine.decoder.clock.counts[PLAIN_SHAPE] > 2
