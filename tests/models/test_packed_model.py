@@ -263,7 +263,7 @@ def test_a_compiled_eagle_draft_drafts_as_its_modules(storage, monkeypatch):
         tree, expected = drafted(resident, prompt)
         own_tree, logits = drafted(compiled, prompt, tree)
         assert relative_error(logits, expected) < (1e-4 if is_exact else 0.03)
-        assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+        assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.7
         assert own_tree == tree or not is_exact
 
 
