@@ -17,6 +17,8 @@ LEAST = 1e-9
 """Seconds of a step, where a clock stands still or goes back."""
 FIRST = 4
 """So many first steps of a tree count by the least of them: the others found nothing in caches."""
+SHARE = 0.01
+"""Of the time that trees take, what timing plain steps again may cost: they may be faster now."""
 SURPRISE, MAX_CHANGE = 0.25, 0.03
 """Two steps in a row that differ so much from their means halve what all count for, and what their
 tree has counted for is gone; else a step moves its mean by so much at most. In logarithms."""
@@ -43,15 +45,19 @@ class Clock:
     def __init__(self) -> None:
         self.now, self.plain_run, self.plain = time.perf_counter, 0, 0.0
         self.last_mean, self.last_change, self.times_plain = 0.0, 0.0, False
+        self.since_plain = math.inf
         self.means = {PLAIN_SHAPE: 0.0}
         self.counts: defaultdict[Shape, float] = defaultdict(float)
 
-    def measured(self, choices: Sequence[Choice]) -> Sequence[Choice]:
+    def measured(self, choices: Sequence[Choice], speed: float) -> Sequence[Choice]:
         """The choices as measured; the last, plain steps, alone while those are to be timed.
+
+        At a speed of so many tokens in the time of a plain step, a run of plain steps costs
+        `RUN * (1 - 1 / speed)` of it.
 
         What was not timed differs from its plan as the last timed tree does.
         """
-        self.times_plain |= self.counts[PLAIN_SHAPE] < RUN / 2
+        self.times_plain |= self.since_plain * SHARE > RUN * (1.05 - 1 / speed)
         self.times_plain &= self.plain_run <= RUN
         if self.times_plain:
             return choices[-1:]
@@ -69,6 +75,7 @@ class Clock:
         shape, seconds = shape_of(choice.tree), max(seconds, LEAST)
         is_plain = shape == PLAIN_SHAPE
         self.plain_run = self.plain_run + 1 if is_plain else 0
+        self.since_plain = 0.0 if self.plain_run > RUN else self.since_plain + choice.cost
         if self.plain_run == 1:
             return choice  # it finds less of the weights in the processor's cache
         if not self.counts:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.state import Choice, State, choices_of
+from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
@@ -258,7 +258,7 @@ class SequoiaDecoder:
         if self.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
         self.has_warned = True
-        chosen = self.state.choose(self.clock.measured(choices)).tree
+        chosen = self.state.choose(self.clock.measured(choices, self.state.speed)).tree
         logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
             f"steps with the plan's tree take {factor:.2f} times as long as planned, beside plain "
             f"ones: this machine is not as profiled, or busy; the choice now: {chosen}. For a plan "
@@ -333,12 +333,12 @@ class SequoiaDecoder:
             length = prompt.numel() - 1
             match_length = int(step.look_up()) if step.lookup else 0
             state = self.state if timed else self.first_state
-            state = state._replace(length=length, match_length=match_length)
+            state = state._replace(length=length, match_length=match_length, counts=NO_COUNTS)
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
                 choices = self.choices_at(length, state.match_length)
-                choice = state.choose(clock.measured(choices) if timed else choices)
+                choice = state.choose(clock.measured(choices, state.speed) if timed else choices)
                 step = self.step_of_tree[choice.tree]
                 started = clock.now()
                 read_output = launched or step.launch(length, sampling)
