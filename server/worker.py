@@ -111,9 +111,19 @@ class Worker:
             job.check()
             decoder.generate(choice.prompt[:end], 0, reuse_prefix=True)
 
+        known, has_limits = "", request.n_indent or request.t_max_predict_ms
+
+        def has_enough_lines(*_: Any) -> bool:
+            """Whether an editor wants no more, as far as the last step went."""
+            limit = request.t_max_predict_ms / 1000
+            is_late = "\n" in known and limit and time.perf_counter() - times[1] > limit
+            return bool(is_late) or request.deep_lines(known) != known
+
         def on_step(output: Any, text: str) -> None:
             """Count a step, and emit its text."""
+            nonlocal known
             job.check()
+            known = text
             times.append(time.perf_counter())
             accepted, drafted = len(output.path) - 1, output.tree.size - 1
             choice.drafted += drafted
@@ -128,17 +138,17 @@ class Worker:
                 spec_decode_num_accepted_tokens_total=accepted,
                 generation_tokens_total=accepted + 1,
             )
-            job.emit((choice, text, None))
+            job.emit((choice, request.deep_lines(text), None))
 
         result = decoder.generate(
             choice.prompt, job.limit, sampling=job.sampling, stop_strings=request.stop,
             seed=None if request.seed < 0 else request.seed + choice.index, on_step=on_step,
             logits_processor=request.processors(len(choice.prompt)), constraint=job.constraint,
             logprobs=max(int(request.logprobs), request.top_logprobs, request.n_probs) or None,
-            reuse_prefix=True,
+            reuse_prefix=True, stopping_criteria=[has_enough_lines] if has_limits else (),
         )  # fmt: skip
         times.append(time.perf_counter())
-        job.emit((choice, result.text, result))
+        job.emit((choice, request.deep_lines(result.text or ""), result))
 
     def _text_for(self, choice: Choice) -> SequoiaDecoder:
         """A decoder whose caches have `choice.cached` tokens of a prompt."""
