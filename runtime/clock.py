@@ -17,6 +17,8 @@ LEAST = 1e-9
 """Seconds of a step, where a clock stands still or goes back."""
 FIRST = 4
 """So many first steps of a tree count by the least of them: the others found nothing in caches."""
+DOUBT = 0.5
+"""A tree that was never timed may take so much less than it is thought to, as a share of that."""
 SHARE = 0.01
 """Of the time that trees take, what timing plain steps again may cost: they may be faster now."""
 SURPRISE, MAX_CHANGE = 0.25, 0.03
@@ -38,8 +40,8 @@ class Clock:
     """Times the steps of a pair of models as texts take them, and none beside.
 
     `plain` is the logarithm of a plain step's seconds, `means` are those of the times of trees
-    over the planned, in plain steps. A tree that was timed n times lately may take 1 / (1 + n * n)
-    less than its mean: so it is taken, and timed, if it could then be the best.
+    over the planned, in plain steps. A tree that was timed n times lately may take less than its
+    mean, by a share of `DOUBT / (1 + n * n)`: it is taken, and timed, if it could be the best so.
     """
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class Clock:
         return [
             choice._replace(
                 cost=choice.cost * math.exp(self.means.get(shape, self.last_mean)),
-                doubt=1 / (1 + self.counts[shape] ** 2),
+                doubt=DOUBT / (1 + self.counts[shape] ** 2),
             )
             for choice in choices
             for shape in [shape_of(choice.tree)]
