@@ -107,7 +107,7 @@ def figures_of(
         ratios = np.array([of_prompt[name] / of_prompt["plain"] for of_prompt in speeds[1:]])
         promised = round(tree.plan.predicted_speedup or 1.0, 3)
         figures[name] = dict(nodes=tree.size, promised=promised, over_plain=spread(ratios))
-        print(name, figures[name], flush=True)
+        print(name, figures[name])
     return figures
 
 
