@@ -47,7 +47,7 @@ class Clock:
     def __init__(self) -> None:
         self.now, self.plain_run, self.plain = time.perf_counter, 0, 0.0
         self.last_mean, self.last_change, self.times_plain = 0.0, 0.0, False
-        self.since_plain = math.inf
+        self.since_plain, self.has_warned = math.inf, False
         self.means = {PLAIN_SHAPE: 0.0}
         self.counts: defaultdict[Shape, float] = defaultdict(float)
 

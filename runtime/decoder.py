@@ -116,7 +116,7 @@ class SequoiaDecoder:
         trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
-        self.step, self.has_warned = self.step_of_tree[tree], False
+        self.step = self.step_of_tree[tree]
         self.state = self.first_state = State(0, 0, speed=tree.plan.predicted_speedup or 1.0)
         stream, latency = models.target.stream, tree.plan.latency
         if stream and latency and latency.stream:
@@ -255,9 +255,9 @@ class SequoiaDecoder:
         """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
         choices = self.choices_at(*self.state[:2])
         factor = math.exp(self.clock.means.get(shape_of(choices[0].tree), 0.0))
-        if self.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
+        if self.clock.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
-        self.has_warned = True
+        self.clock.has_warned = True
         chosen = self.state.choose(self.clock.measured(choices, self.state.speed)).tree
         logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
             f"steps with the plan's tree take {factor:.2f} times as long as planned, beside plain "

@@ -15,6 +15,8 @@ from sequoia_plan.server.requests import Request
 
 MAX_TEXTS = 4
 """So many texts are kept at most: the memory of a step takes 50 ms to make anew."""
+CHUNK_SECONDS = 0.02
+"""A stream has no more chunks than one in so long: each takes .3 ms from decoding."""
 PART = 512
 """Tokens of a prompt that are read before a client that has gone away is noticed."""
 POSITION = 'spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
@@ -111,7 +113,7 @@ class Worker:
             job.check()
             decoder.generate(choice.prompt[:end], 0, reuse_prefix=True)
 
-        known, has_limits = "", request.n_indent or request.t_max_predict_ms
+        known, emitted, has_limits = "", 0.0, request.n_indent or request.t_max_predict_ms
 
         def has_enough_lines(*_: Any) -> bool:
             """Whether an editor wants no more, as far as the last step went."""
@@ -121,7 +123,7 @@ class Worker:
 
         def on_step(output: Any, text: str) -> None:
             """Count a step, and emit its text."""
-            nonlocal known
+            nonlocal known, emitted
             job.check()
             known = text
             times.append(time.perf_counter())
@@ -138,7 +140,9 @@ class Worker:
                 spec_decode_num_accepted_tokens_total=accepted,
                 generation_tokens_total=accepted + 1,
             )
-            job.emit((choice, request.deep_lines(text), None))
+            if times[-1] - emitted > CHUNK_SECONDS:
+                emitted = times[-1]
+                job.emit((choice, request.deep_lines(text), None))
 
         result = decoder.generate(
             choice.prompt, job.limit, sampling=job.sampling, stop_strings=request.stop,
