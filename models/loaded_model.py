@@ -1,7 +1,5 @@
 """A language model as decoding runs it: what it is, and the backend that runs its passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -238,6 +236,16 @@ class LoadedModel:
             *self.backend.forward(cache, tokens, positions, masks, logits_to_keep, hidden_states)
         )
 
+    def read_text(
+        self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int, *options: Any
+    ) -> ForwardOutput:
+        """One pass over tokens of a text, each of which sees all slots up to its own.
+
+        `tokens`, `slots` int64 [tokens]; `options` are the last ones of `__call__`.
+        """
+        mask = causal_mask(slots, extent, self.dtype)
+        return self(cache, tokens, slots, slots, mask, *options)
+
     def cut_vocabulary(self, d2t: Tensor) -> None:
         """As a draft, propose of its tokens these alone (int64 [n]); ArgumentError if not."""
         own = torch.arange(self.vocabulary) if self.d2t is None else self.d2t
@@ -273,10 +281,9 @@ class LoadedModel:
             # padding beyond the prompt stays hidden until a step writes to its slots
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
             slots = torch.arange(first, first + width, device=tokens.device)
-            mask = causal_mask(slots, extent, self.dtype)
             is_last = first + num_read >= tokens.numel()
             cache.may_wait = is_last and not hidden_states  # one reading of the weights for both
-            output = self(cache, chunk, slots, slots, mask, 1, hidden_states)
+            output = self.read_text(cache, chunk, slots, extent, 1, hidden_states)
             if on_chunk is not None and output.hidden_states is not None:
                 on_chunk(slots, extent, output.hidden_states)
         cache.may_wait = False

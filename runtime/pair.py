@@ -16,7 +16,6 @@ from sequoia_plan.models.backends import COMPILED, FUSED, PLACEMENTS, RESIDENT
 from sequoia_plan.models.base.architecture import context_length, rope_reason
 from sequoia_plan.models.base.dtype import resolve_dtype
 from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
-from sequoia_plan.models.base.masks import causal_mask
 from sequoia_plan.models.files.gguf import is_gguf
 from sequoia_plan.models.files.pretrained import find_model, name_of
 from sequoia_plan.models.loaded_model import NOT_CUT, LoadedModel
@@ -26,7 +25,6 @@ from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
-from sequoia_plan.runtime.draft.placement import run_draft_as
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.sampling.sampling import not_followed
 from sequoia_plan.runtime.text import text_ids
@@ -201,10 +199,10 @@ def add_draft(
         model.name = name
     elif draft == MTP:
         model, name = load_mtp(target), MTP
-        remarks += run_draft_as(model, placement)
+        remarks += model.run_as(placement)
     elif checkpoint := find_checkpoint(source):
         model = load_checkpoint(checkpoint, target, target.dtype)
-        remarks += length_remarks(checkpoint, model, target) + run_draft_as(model, placement)
+        remarks += length_remarks(checkpoint, model, target) + model.run_as(placement)
     else:
         keeps_bits = placement == COMPILED and is_gguf(source)
         dtype = "auto" if keeps_bits else dtype  # no text depends on a draft's bits
@@ -315,8 +313,7 @@ def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, b
     for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
         tokens = torch.tensor(text_ids(pair.tokenizer, str(prompt.text)))
         places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
-        mask = causal_mask(places, len(tokens), pair.target.dtype)
-        logits = pair.target(cache, tokens, places, places, mask).logits
+        logits = pair.target.read_text(cache, tokens, places, len(tokens)).logits
         expected, rounded = (
             x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], logits)
         )

@@ -4,8 +4,6 @@
 NUMBA_CPU_FEATURES may change. Sums are whole numbers, so all kinds give the same ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

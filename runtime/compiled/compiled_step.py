@@ -1,7 +1,5 @@
 """The compiled step of a packed target, with a packed draft or none: its memory, and its calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

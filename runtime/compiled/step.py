@@ -1,7 +1,5 @@
 """A whole step, from drafting to the commit, in one function that each worker thread calls."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sequoia_plan.models.packed.forward import (

@@ -1,7 +1,5 @@
 """Verification in a compiled step, by the rules of `verify`; rows are read where a path goes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sequoia_plan.models.packed.forward import FIRST, copy

@@ -17,9 +17,9 @@ from sequoia_plan.runtime.verify.accepted_path import (
     AcceptedPath,
     DrawnTree,
     TargetProbs,
+    greedy,
     sample_path,
 )
-from sequoia_plan.runtime.verify.greedy import greedy
 from sequoia_plan.runtime.verify.residual import sequoia, specinfer
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 

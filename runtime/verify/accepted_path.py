@@ -113,6 +113,20 @@ def sample_path(acceptance: Acceptance, tree: DrawnTree, uniforms: Tensor) -> Ac
     return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, bonus)
 
 
+def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
+    """At temperature 0, every verifier accepts the target's most probable tokens.
+
+    A walk goes from the root down, each time to the child that has that token, and the bonus
+    token is the target's choice after the last node. `choices`, `tokens` int64 [size].
+    """
+    root_is_chosen = torch.ones_like(tokens[:1], dtype=torch.bool)
+    is_chosen = torch.cat([root_is_chosen, tokens[1:] == choices[index.parents]])
+    is_accepted = is_chosen[index.paths].all(-1)
+    # the accepted nodes are one path, which ends at the deepest of them
+    end = (is_accepted * index.offsets).argmax(0, keepdim=True)
+    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, choices[end])
+
+
 def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:
     """float64 [size]: `Acceptance.end_probs` of a verifier that walks from the root down.
 
