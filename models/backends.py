@@ -14,8 +14,8 @@ from sequoia_plan.models.base.architecture import (
     unwrapped,
     without_adapter_wrapper,
 )
-from sequoia_plan.models.base.dtype import resolve_dtype
 from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
+from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.files.metadata import module_metadata
 from sequoia_plan.models.files.pretrained import ModelFiles, find_model
 from sequoia_plan.models.layers.fuse import fuse
@@ -30,7 +30,6 @@ from sequoia_plan.models.offload.memory import (
     own_bytes,
     split_memory,
 )
-from sequoia_plan.models.offload.weight_file import OnBytes
 
 RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
 """How passes run: by the modules that transformers loads; by fused layers, where those compute the
@@ -102,34 +101,27 @@ def _backend_of(module: Any) -> Backend:
     return ModuleBackend(module)
 
 
-def load_model(
-    source: str | None,
-    device: str = "cpu",
-    dtype: str = "auto",
-    placement: str = COMPILED,
-    bits: int | None = None,
-    on_bytes: OnBytes = lambda done, total: None,
-) -> LoadedModel:
-    """Load a language model; the arguments are those of `load_pair`.
+def load_model(source: str | None, how: Loading) -> LoadedModel:
+    """Load a language model, named as for `load_pair`.
 
     Raises:
-        SequoiaPlanError: if it cannot be found or loaded, or `bits` are asked for and it is not
+        SequoiaPlanError: if it cannot be found or loaded, or bits are asked for and it is not
             compiled.
     """
-    files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
+    files = find_model(source)
     backend: Any = None
     remarks: tuple[str, ...] = ()
-    if placement == COMPILED:
+    if how.placement == COMPILED:
         from sequoia_plan.models.packed.loading import load_packed
 
-        backend, reason = load_packed(files, torch_dtype, dtype == "auto", bits, on_bytes)
+        backend, reason = load_packed(files, how)
         if backend is None:
-            if bits:
-                raise SequoiaPlanError(f"bits {bits}: the model cannot be compiled: {reason}")
+            if how.bits:
+                raise SequoiaPlanError(f"bits {how.bits}: the model cannot be compiled: {reason}")
             remarks = (f"{files.name}: PyTorch runs it, its pass is not compiled: {reason}",)
     if backend is None:
-        module = files.module(torch_dtype).to(device)
-        backend = ModuleBackend(module, fused(module, placement))
+        module = files.module(how.torch_dtype).to(how.device)
+        backend = ModuleBackend(module, fused(module, how.placement))
     model = _with_files(backend, files, remarks)
     if backend.module is not None:
         keep_loaded(backend.module, model)
@@ -165,21 +157,20 @@ class OffloadedModel:
     """A target that is streamed from a `link`, but for what fits beside its draft."""
 
     def __init__(
-        self, source: str | None, device: str, dtype: str, placement: str, link: str,
-        memory: str | int | None, on_bytes: OnBytes = lambda done, total: None,
-    ) -> None:  # fmt: skip
-        files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
-        self.link, self.is_fused = link, placement != RESIDENT
-        self.budget = as_bytes(memory, torch.device(device))
+        self, source: str | None, how: Loading, link: str, memory: str | int | None
+    ) -> None:
+        files = find_model(source)
+        self.link, self.is_fused = link, how.placement != RESIDENT
+        self.budget = as_bytes(memory, torch.device(how.device))
         self.parts: Any = None
-        if placement == COMPILED and link == "disk":
+        if how.placement == COMPILED and link == "disk":
             from sequoia_plan.models.packed.loading import offload_packed
 
-            self.parts = offload_packed(files, torch_dtype, dtype == "auto", on_bytes)
+            self.parts = offload_packed(files, how)
         if self.parts is None:
             from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
 
-            self.parts = OffloadedTarget(files, device, torch_dtype)
+            self.parts = OffloadedTarget(files, how.device, how.torch_dtype)
         self.model = _with_files(self.parts.backend, files)
 
     def load_beside(self, draft: Any) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.cache import round_up
+from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.files.stored import Source
 
 ALIGNMENT = 4096
@@ -267,8 +268,6 @@ WeightLayout = Sequence[Mapping[str, Place]]
 """The tensors of each block by name; where they start is still to be found."""
 Fill = Callable[[str, NDArray[np.uint8]], None]
 """Writes the tensor of a name into its memory, which is zeros before."""
-OnBytes = Callable[[int, int], None]
-"""Called while weights are written, with the bytes so far and all."""
 
 
 def place_blocks(layout: WeightLayout) -> tuple[WeightBlock, ...]:
