@@ -11,13 +11,12 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
     model_type,
     text_config,
-    unwrapped,
     without_adapter_wrapper,
 )
 from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
 from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.files.metadata import module_metadata
-from sequoia_plan.models.files.pretrained import ModelFiles, find_model
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.models.layers.fuse import fuse
 from sequoia_plan.models.loaded_model import Backend, LoadedModel
 from sequoia_plan.models.modules.backend import ModuleBackend
@@ -68,10 +67,7 @@ def loaded(model: Any) -> LoadedModel:
     module = without_adapter_wrapper(model)
     keeper: _Keeper = vars(module).setdefault(KEPT, _Keeper())
     if keeper.model is None or keeper.model.backend.is_stale():
-        generation_config = getattr(unwrapped(module), "generation_config", None)
-        keeper.model = LoadedModel(
-            _backend_of(module), text_config(module), generation_config=generation_config
-        )
+        keeper.model = LoadedModel(_backend_of(module), text_config(module))
     return keeper.model
 
 
@@ -122,7 +118,7 @@ def load_model(source: str | None, how: Loading) -> LoadedModel:
     if backend is None:
         module = files.module(how.torch_dtype).to(how.device)
         backend = ModuleBackend(module, fused(module, how.placement))
-    model = _with_files(backend, files, remarks)
+    model = LoadedModel(backend, files.config.get_text_config(), files, remarks)
     if backend.module is not None:
         keep_loaded(backend.module, model)
     return model
@@ -144,15 +140,6 @@ def fused(module: Any, placement: str) -> dict[str, Any]:
     return module_metadata(module) | {"placement": FUSED, "fused_layers": fuse(module)}
 
 
-def _with_files(backend: Backend, files: ModelFiles, remarks: tuple[str, ...] = ()) -> LoadedModel:
-    """The model of a backend, with what its files say."""
-    config = files.config.get_text_config()
-    return LoadedModel(
-        backend, config, name=files.name, generation_config=files.generation_config(),
-        load_tokenizer=files.tokenizer, tokens=files.tokens, remarks=remarks,
-    )  # fmt: skip
-
-
 class OffloadedModel:
     """A target that is streamed from a `link`, but for what fits beside its draft."""
 
@@ -171,7 +158,7 @@ class OffloadedModel:
             from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
 
             self.parts = OffloadedTarget(files, how.device, how.torch_dtype)
-        self.model = _with_files(self.parts.backend, files)
+        self.model = LoadedModel(self.parts.backend, files.config.get_text_config(), files)
 
     def load_beside(self, draft: Any) -> None:
         """Load the layers that fit beside a draft, which may be None, and stream the others."""

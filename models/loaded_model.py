@@ -153,6 +153,7 @@ class LoadedModel:
     Attributes:
         config: transformers' configuration of the language model.
         module: transformers' model; None if nothing of it is in memory.
+        files: the `ModelFiles` that it was loaded from; None for a module of a user.
         tokens: the vocabulary as text, by number; empty if it is not known without the tokenizer.
         remarks: what a user should know about how it runs, a sentence each.
         d2t: of a draft that covers a part of its target's vocabulary, int64 [its vocabulary]: the
@@ -163,17 +164,13 @@ class LoadedModel:
         self,
         backend: Backend,
         config: PreTrainedConfig,
-        *,
-        name: str = "",
-        generation_config: Any = None,
-        load_tokenizer: Callable[[], Any] | None = None,
-        tokens: Sequence[str] = (),
+        files: Any = None,
         remarks: tuple[str, ...] = (),
     ) -> None:
-        self.backend, self.config, self.name = backend, config, name
+        self.backend, self.config, self.files, self.remarks = backend, config, files, remarks
         self.module = backend.module
-        self.own_generation_config, self.load_tokenizer = generation_config, load_tokenizer
-        self.tokens, self.remarks = tokens, remarks
+        self.name, self.tokens = (files.name, files.tokens) if files else ("", [])
+        self.own_generation_config = files.generation_config() if files else None
         self.device, self.dtype = backend.device, backend.dtype
         self.vocabulary, self.num_embeddings = backend.vocabulary, backend.num_embeddings
         self.traits = backend.traits
@@ -190,7 +187,7 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Any:
         """transformers' tokenizer; None if there is none."""
-        return self.load_tokenizer() if self.load_tokenizer else None
+        return self.files.tokenizer() if self.files else None
 
     @property
     def stream(self) -> WeightStream | None:

@@ -138,7 +138,7 @@ def load_pair(
         model, placement = offloaded.model, f"streamed from {offload}"
     else:
         model = backends.load_model(target, how)
-        placement = str(model.metadata()["placement"])
+        placement = model.metadata()["placement"]
     pair = Pair(model, None, model.tokenizer, {}, placement, _remarks(model))
     pair = add_draft(pair, draft, how, target)
     if draft_vocabulary:

@@ -66,8 +66,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
     @property
     def size(self) -> int:
         """Bytes of the tensor."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype.itemsize * math.prod(self.shape)
+        return getattr(torch, self.dtype).itemsize * math.prod(self.shape)
 
     def view(self, memory: Tensor) -> Tensor:
         """The tensor as a view of `memory` (uint8), which holds the block."""
@@ -208,7 +207,7 @@ def aligned_memory(size: int) -> Tensor:
 
 def bytes_of(memory: Tensor) -> memoryview:
     """A CPU tensor (uint8) as a buffer to read into."""
-    view: memoryview = memory.numpy().data
+    view = memory.numpy().data
     return view.cast("B") if memory.numel() else view
 
 

@@ -61,8 +61,6 @@ class DFlashDrafter(HiddenStateDrafter):
             tensors,
             torch.arange(self.model.block.levels, device=nothing.device),
             num_parents=1,
-            max_children=1,
-            num_draws=1,
             draw_index=nothing,
             new_nodes=nothing,
         )

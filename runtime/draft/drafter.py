@@ -35,10 +35,10 @@ class DraftPass:
     offsets: Tensor
     mask: Tensor
     num_parents: int
-    max_children: int
-    num_draws: int
     draw_index: Tensor
     new_nodes: Tensor
+    max_children: int = 1
+    num_draws: int = 1
     parents: tuple[int, ...] = ()
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
@@ -118,8 +118,6 @@ class Drafter(Protocol):
             offsets=tensors.offsets,  # positions relative to the root's
             mask=tensors.mask,
             num_parents=nodes.numel(),
-            max_children=1,
-            num_draws=1,
             draw_index=nodes,
             new_nodes=nodes + nodes.numel(),
             parent_rows=torch.zeros_like(nodes),

@@ -32,7 +32,7 @@ from sequoia_plan.models.parallel import is_on_one_cuda_device
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
 
-LAYER_CLASSES: dict[str, tuple[type, type, type, type]] = {
+LAYER_CLASSES = {
     "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
@@ -93,7 +93,7 @@ class HiddenStateDraft(nn.Module):
     @property
     def window(self) -> int | None:
         """Positions that windowed layers attend to; None if no layer has a window."""
-        return int(self.config.sliding_window) if WINDOWED in self.layer_types else None
+        return self.config.sliding_window if WINDOWED in self.layer_types else None
 
     @property
     def vocabulary(self) -> int:
@@ -203,8 +203,8 @@ class HiddenStateDraft(nn.Module):
 
     def cache_layout(self) -> int | CacheLayout:
         """The memory of its layers' keys and values, or the number of its layers."""
-        heads, head_dim = int(self.config.num_key_value_heads), int(self.config.head_dim)
-        memory = (self.device, self.dtype, heads, head_dim)
+        config = self.config
+        memory = (self.device, self.dtype, config.num_key_value_heads, config.head_dim)
         return ((memory, memory),) * len(self.layer_types)
 
     def masks_by_layer_type(

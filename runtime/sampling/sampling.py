@@ -88,7 +88,7 @@ def not_followed(config: Any, has_processors: bool = False) -> dict[str, Any]:
 
 def verifier_of(tree: TokenTree) -> str:
     """The verifier that a tree's plan records; the default if the plan has none."""
-    return str(tree.plan.settings.get("verifier") or DEFAULT_VERIFIER)
+    return tree.plan.settings.get("verifier") or DEFAULT_VERIFIER
 
 
 @dataclass(frozen=True)
