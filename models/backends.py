@@ -151,9 +151,9 @@ class OffloadedModel:
         self.budget = as_bytes(memory, torch.device(how.device))
         self.parts: Any = None
         if how.placement == COMPILED and link == "disk":
-            from sequoia_plan.models.packed.loading import offload_packed
+            from sequoia_plan.models.packed.loading import load_packed
 
-            self.parts = offload_packed(files, how)
+            self.parts, _ = load_packed(files, how, streams=True)
         if self.parts is None:
             from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
 

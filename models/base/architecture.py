@@ -81,11 +81,6 @@ def execution_device(model: Any) -> torch.device:
     return torch.device(model.device if hook_device is None else hook_device)
 
 
-def device_and_dtype(model: Any) -> tuple[torch.device, torch.dtype]:
-    """Where a model computes, and in which dtype; `model.to(...)` changes them."""
-    return execution_device(model), model.dtype
-
-
 def context_length(config: PreTrainedConfig) -> int:
     """Tokens that a sequence may have; `UNLIMITED` if the configuration sets no limit."""
     length = getattr(config, "max_position_embeddings", None) or UNLIMITED

@@ -12,7 +12,7 @@ from sequoia_plan.models.base.architecture import (
     AFTER_FINAL_NORM,
     UNLIMITED,
     decoder_layers,
-    device_and_dtype,
+    execution_device,
     model_type,
     rope_changes,
     text_config,
@@ -44,7 +44,7 @@ class ModuleBackend(Backend):
     ) -> None:
         plain = unwrapped(module)
         self.module, self.recorded, self.version = module, dict(recorded), 0
-        self.device, self.dtype = device_and_dtype(module)
+        self.device, self.dtype = execution_device(module), module.dtype
         self.vocabulary = vocabulary_size(module)
         embedding = module.get_input_embeddings() if hasattr(plain, "get_input_embeddings") else 0
         self.num_embeddings = getattr(embedding, "num_embeddings", UNLIMITED)

@@ -32,19 +32,20 @@ from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
 
 LAYER_IDS = {
-    (EAGLE1, False): (),
-    (EAGLE3, True): ("eagle_aux_hidden_state_layer_ids",),
-    (EAGLE3, False): (
-        "eagle_config.eagle_aux_hidden_state_layer_ids",
-        "aux_hidden_states_layer_ids",
+    EAGLE1: ((), ()),
+    EAGLE3: (
+        ("eagle_config.eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"),
+        ("eagle_aux_hidden_state_layer_ids",),
     ),
-    **{(block, True): ("aux_hidden_state_layer_ids",) for block in BLOCK_DRAFTS},
-    **{
-        (block, False): ("dflash_config.target_layer_ids", "target_layer_ids")
-        for block in BLOCK_DRAFTS
-    },
+    **dict.fromkeys(
+        BLOCK_DRAFTS,
+        (
+            ("dflash_config.target_layer_ids", "target_layer_ids"),
+            ("aux_hidden_state_layer_ids",),
+        ),
+    ),
 }
-"""Where config.json may have layer numbers, by algorithm and whether the layout is speculators'."""
+"""Where config.json may have layer numbers: in other layouts, and in that of speculators."""
 LIKE_LAYER_IDS = re.compile(r"layer_?ids?$|aux.*layer")
 """Keys that say which hidden states a draft reads, if one knew how their numbers count."""
 MAX_BLOCK_SIZE = 4096
@@ -210,7 +211,7 @@ def d2t_of(checkpoint: Checkpoint, target: LoadedModel) -> Tensor | None:
 
 def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tuple[int, ...]:
     """Which hidden states of this target the draft reads, numbered as in aux_hidden_states.py."""
-    keys = LAYER_IDS[checkpoint.algorithm, checkpoint.from_speculators]
+    keys = LAYER_IDS[checkpoint.algorithm][checkpoint.from_speculators]
     layer_ids = {
         name: value
         for name, value in _by_dotted_name(checkpoint.config)

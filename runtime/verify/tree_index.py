@@ -58,9 +58,8 @@ class VerificationOrder:
                 start + int((group_counts > rank).sum()) for rank in range(int(group_counts[0]))
             ]
             groups.append(tuple(slice(start, end) for end in ends))
-            is_first = start == 0  # it contains the root, which has no cell
-            own_cells = None if is_first else _tensor(cells[nodes[places] - 1], device)
-            group_cells.append(own_cells)
+            # the first group has the root, which has no cell
+            group_cells.append(_tensor(cells[nodes[places] - 1], device) if start else None)
 
         has_child = np.arange(tree.branching) < counts[:, None]
         return cls(
