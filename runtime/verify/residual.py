@@ -14,14 +14,13 @@ R, and one pass over the vocabulary gives its mass.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
+from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available, launch
 from sequoia_plan.runtime.sampling.drawing import BLOCK, LAUNCH, loops_for
 from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
@@ -158,16 +157,15 @@ class Residual:
 
         The masses of blocks go to scratch memory.
         """
-        kernels = importlib.import_module("sequoia_plan.runtime.verify.residual_kernels")
         num_nodes, vocabulary = self.p.shape
         num_blocks = -(-vocabulary // BLOCK)
-        with torch.cuda.device_of(self.p):  # Triton launches on the current device
-            kernels.reject_child[(places.stop - places.start, num_blocks)](
-                self.p, self.q, self.uncovered_mass, self.child_terms, self.state,
-                self.accept_probs, places.start, rank, num_nodes, vocabulary,
-                self.p.new_empty(num_nodes, num_blocks), BLOCK=BLOCK,
-                MAX_BLOCKS=1 << (num_blocks - 1).bit_length(), **LAUNCH,
-            )  # fmt: skip
+        launch(
+            "runtime.verify.residual_kernels.reject_child",
+            (places.stop - places.start, num_blocks), self.p, self.q, self.uncovered_mass,
+            self.child_terms, self.state, self.accept_probs, places.start, rank, num_nodes,
+            vocabulary, self.p.new_empty(num_nodes, num_blocks), BLOCK=BLOCK,
+            MAX_BLOCKS=1 << (num_blocks - 1).bit_length(), **LAUNCH,
+        )  # fmt: skip
 
     def residual_probs(self, places: Tensor) -> Tensor:
         """float [k, draft vocabulary]: R at `places` (int64 [k])."""
