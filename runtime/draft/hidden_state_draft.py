@@ -42,7 +42,7 @@ LAYER_CLASSES = {
 class HiddenStateDraft(nn.Module):
     """A draft's own weights. Embeddings and output head are the target's where it has none.
 
-    `d2t` int64 [draft vocabulary]. `packed` runs its passes if they are compiled; `recorded` is
+    `d2t` int64 [draft vocabulary]. `compiled` runs its passes if they are; `recorded` is
     what profiles record of it if its layers were fused. `version` grows with each change of the
     weights that was noticed. With `notes_finite`, each pass notes in its cache whether its logits
     are finite.
@@ -50,7 +50,7 @@ class HiddenStateDraft(nn.Module):
 
     d2t: Tensor | None
     drafting: Drafting = EAGLE_DRAFT
-    packed: Any = None
+    compiled: Any = None
     recorded: dict[str, Any] | None = None
     version = 0
     notes_finite, traits = False, Traits(reads_features=True)
@@ -108,7 +108,7 @@ class HiddenStateDraft(nn.Module):
     @property
     def backend(self) -> Any:
         """What runs its passes: itself, unless they are compiled."""
-        return self.packed or self
+        return self.compiled or self
 
     def run_as(self, placement: str) -> tuple[str, ...]:
         """Run as `placement` says; returns a sentence if its pass is not compiled."""
@@ -117,7 +117,7 @@ class HiddenStateDraft(nn.Module):
             from sequoia_plan.runtime.draft.packed_eagle import PackedEagle, why_not
 
             if not (reason := why_not(self)):
-                self.packed = PackedEagle(self)
+                self.compiled = PackedEagle(self)
                 return ()
             remarks = (f"draft: PyTorch runs it, its pass is not compiled: {reason}",)
         if placement != RESIDENT:
@@ -126,8 +126,8 @@ class HiddenStateDraft(nn.Module):
 
     def metadata(self) -> dict[str, Any]:
         """Digest, content, dtype, parameters and placement, as profiles record them."""
-        if self.packed:
-            return self.packed.metadata()
+        if self.compiled:
+            return self.compiled.metadata()
         return self.recorded or module_metadata(self) | {"placement": RESIDENT}
 
     def check(self) -> None:
