@@ -154,8 +154,7 @@ class TreeStep:
 
         Where the target is split over several processes, all use the first one's result.
         """
-        draws = drafted.draft_probs, drafted.drawn
-        accepted = self.verifier(sampling, self.sequence, logits, draws)
+        accepted = self.verifier(sampling, self.sequence, logits, drafted)
         if not self.target.traits.is_split:
             return accepted
         # one tensor, so that one message carries all: the path, one count, one bonus token

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,8 +46,7 @@ class DraftPass:
     later: tuple[DraftPass, ...] = ()
 
 
-@dataclass(frozen=True)
-class DraftedTree:
+class DraftedTree(NamedTuple):
     """What the children of a drafted tree were drawn from. Their tokens are in the sequence.
 
     `draft_probs` float32 [inner nodes, draft vocabulary]; `drawn` int64 [inner nodes, branching].
