@@ -18,7 +18,7 @@ def adding_to(reached: Tensor) -> Callable[[DrawnTree], None]:
         """Compute what both would accept."""
         index, residual = tree.index, traversal.residual_after_children(tree)
         subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
-        levels = index.offsets.cpu()  # of each node
+        levels = index.levels.cpu()  # of each node
         end_probs = torch.zeros_like(reached[0])  # that sequoia's path ends on each level
         end_probs.index_add_(0, levels, VERIFIERS["sequoia"](tree).end_probs.cpu())
         # the path gets to a level if it ends there or below

@@ -68,7 +68,7 @@ def child_terms(step, tree, node, child):
 
 @compiled
 def accept_prob(step, tree, node, child):
-    """min(1, a R[s] / D[s])."""
+    """The probability to accept a child s: min(1, a R[s] / D[s])."""
     state = step.residuals[node]
     if tree.looked_up[child]:
         return min(step.masses[child] * state[SCALE], 1.0)
@@ -104,7 +104,10 @@ def residual(step, tree, node):
 
 @compiled
 def reject(step, tree, node, child):
-    """r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a) (see `Residual`)."""
+    """Reject a child, by the rule of `Residual`.
+
+    r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a)
+    """
     state = step.residuals[node]
     if not tree.looked_up[child]:
         _, _, factor, uniform = child_terms(step, tree, node, child)

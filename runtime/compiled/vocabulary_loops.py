@@ -57,13 +57,6 @@ def weigh(scores, largest, lowest, temperature, sums):
 
 
 @fast
-def _scale(probs, factor):
-    """Multiply in place."""
-    for token in range(probs.size):
-        probs[token] *= factor
-
-
-@fast
 def top_of_row(values, tokens, best):
     """The tokens of the largest values in order, of equal ones the first, with their values.
 
@@ -137,7 +130,7 @@ def _keep_from(probs, lowest):
     for token in range(probs.size):
         probs[token] = probs[token] if probs[token] >= lowest else ZERO
         total += probs[token]
-    _scale(probs, np.float32(1) / total)
+    probs *= np.float32(1) / total
 
 
 @fast
@@ -152,7 +145,7 @@ def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, 
         top_of_row(scores, np.empty(top_k, np.int64), best)
         lowest = best[-1]
     total = weigh(scores, largest_score, lowest, temperature, sums)
-    _scale(scores, np.float32(1 / total))
+    scores *= np.float32(1 / total)
     if top_p < 1:
         _keep_from(scores, _mass_cut(scores, top_p, memory))
     if min_p > 0:

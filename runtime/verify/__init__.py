@@ -16,7 +16,6 @@ from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
     AcceptedPath,
     DrawnTree,
-    TargetProbs,
     greedy,
     sample_path,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "Acceptance",
     "AcceptedPath",
     "DrawnTree",
-    "TargetProbs",
     "TreeIndex",
     "Verifier",
     "greedy",

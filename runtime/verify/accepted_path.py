@@ -110,7 +110,7 @@ def sample_path(acceptance: Acceptance, tree: DrawnTree, uniforms: Tensor) -> Ac
     index = tree.index
     end = index.post_order[draw_tokens(acceptance.end_probs[index.post_order], uniforms[:1])]
     bonus = draw_tokens(acceptance.bonus_probs(end, tree)[0], uniforms[1:])
-    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, bonus)
+    return AcceptedPath(index.paths[end][0], index.levels[end] + 1, bonus)
 
 
 def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
@@ -123,8 +123,8 @@ def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
     is_chosen = torch.cat([root_is_chosen, tokens[1:] == choices[index.parents]])
     is_accepted = is_chosen[index.paths].all(-1)
     # the accepted nodes are one path, which ends at the deepest of them
-    end = (is_accepted * index.offsets).argmax(0, keepdim=True)
-    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, choices[end])
+    end = (is_accepted * index.levels).argmax(0, keepdim=True)
+    return AcceptedPath(index.paths[end][0], index.levels[end] + 1, choices[end])
 
 
 def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:

@@ -77,14 +77,15 @@ class VerificationOrder:
 class TreeIndex:
     """The structure of a token tree as int64 tensors on one device.
 
-    `child_count` [size]; `parents` [size - 1]; `offsets` [size]; `paths` [size, depth];
-    `post_order` [size].
+    `child_count` [size]; `parents` [size - 1], of the nodes below the root; `levels` [size], the
+    root's 0; `paths` [size, depth], the nodes from the root to each, then zeros; `post_order`
+    [size], children before their parent.
     """
 
     size: int
     child_count: Tensor
     parents: Tensor
-    offsets: Tensor
+    levels: Tensor
     paths: Tensor
     post_order: Tensor
     together: VerificationOrder
@@ -101,7 +102,7 @@ class TreeIndex:
             size=tree.size,
             child_count=_tensor(tree.child_count, device),
             parents=_tensor(tree.parents[1:], device),
-            offsets=_tensor(tree.position_ids, device),
+            levels=_tensor(tree.position_ids, device),
             paths=_tensor(paths, device),
             post_order=_tensor(_post_order(tree), device),
             together=VerificationOrder.of(tree, np.zeros(tree.size, np.int64), device),
