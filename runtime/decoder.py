@@ -25,6 +25,7 @@ from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Ending,
     Generation,
+    Session,
     TokenRecord,
     check_loaded,
     end_tokens,
@@ -33,7 +34,6 @@ from sequoia_plan.runtime.generation import (
     whole_number,
 )
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
-from sequoia_plan.runtime.session import Session
 from sequoia_plan.runtime.text import NewText, TextStream
 
 SEEDS = (-(1 << 63), (1 << 64) - 1)

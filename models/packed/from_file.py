@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.dtype import dtype_name
+from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.base.weight_stream import refuse_copies
 from sequoia_plan.models.files.stored import WeightSource
 from sequoia_plan.models.offload.disk_stream import DiskStream
@@ -21,7 +22,6 @@ from sequoia_plan.models.offload.memory import MemorySplit
 from sequoia_plan.models.offload.weight_cache import cached_weights
 from sequoia_plan.models.offload.weight_file import (
     ALIGNMENT,
-    OnBytes,
     WeightFile,
     aligned_memory,
     bytes_of,

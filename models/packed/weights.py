@@ -4,8 +4,6 @@ The first block of a file has all vectors, and then the embedding unless that is
 layer's block has its seven matrices; the head is last.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,10 +35,10 @@ class DraftPass:
     offsets: Tensor
     mask: Tensor
     num_parents: int
-    max_children: int
-    num_draws: int
     draw_index: Tensor
     new_nodes: Tensor
+    max_children: int = 1
+    num_draws: int = 1
     parents: tuple[int, ...] = ()
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
@@ -46,8 +46,7 @@ class DraftPass:
     later: tuple[DraftPass, ...] = ()
 
 
-@dataclass(frozen=True)
-class DraftedTree:
+class DraftedTree(NamedTuple):
     """What the children of a drafted tree were drawn from. Their tokens are in the sequence.
 
     `draft_probs` float32 [inner nodes, draft vocabulary]; `drawn` int64 [inner nodes, branching].
@@ -118,8 +117,6 @@ class Drafter(Protocol):
             offsets=tensors.offsets,  # positions relative to the root's
             mask=tensors.mask,
             num_parents=nodes.numel(),
-            max_children=1,
-            num_draws=1,
             draw_index=nodes,
             new_nodes=nodes + nodes.numel(),
             parent_rows=torch.zeros_like(nodes),
@@ -185,7 +182,6 @@ class HiddenStateDrafter(Drafter):
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None) -> None:
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
         self.backend = model.backend
-        self.feature_dtype = model.backend.feature_dtype
         self.notes_finite = model.backend.notes_finite
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
         self.drafting = model.drafting
@@ -263,54 +259,6 @@ def children_to_draw(
         "new_nodes": torch.as_tensor(nodes, device=device),
         "looked_up": looked_up,
     }
-
-
-def draft_tree(
-    drafter: Drafter,
-    passes: Sequence[DraftPass],
-    sequence: SequenceState,
-    columns: Tensor,
-    sampling: Sampling,
-    bits: Tensor,
-    branching: int,
-    process: Callable[[Sequence[int], Tensor], Tensor] | None,
-) -> DraftedTree:
-    """Draft one tree: a forward pass and its children's draws for each pass.
-
-    The last level is only drawn; no pass reads it. Tokens that are looked up are in the sequence
-    before. Nodes that have no drafted child, below the last pass, have no row in the result.
-    `columns` int64 [extent]; `bits` int32 [inner nodes, numbers for each]; `process` changes the
-    logits of nodes.
-    """
-    bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
-    new_nodes = [draft_pass.new_nodes for draft_pass in passes]
-    new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
-    probs, drawn, largest_logits = [], [], []
-    output: ForwardOutput | None = None
-    checks_logits = not drafter.notes_finite
-    for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
-        output = drafter.forward(draft_pass, sequence, columns, output)
-        logits = process(draft_pass.parents, output.logits) if process else output.logits
-        pass_probs, children = draw_children(
-            drafter, draft_pass, logits, sequence, slots, sampling, pass_bits
-        )
-        if checks_logits:
-            largest_logits.append(output.logits.amax(-1))
-        if sampling.greedy:  # which verifies tokens alone
-            continue
-        probs.append(pass_probs)
-        padding = branching - draft_pass.max_children  # so that all passes have as many columns
-        columns_by_rank = torch.nn.functional.pad(children, (0, padding))
-        if draft_pass.looked_up is not None:  # the draws are children from the second on
-            rows = draft_pass.looked_up[0]
-            columns_by_rank[rows, 1:] = columns_by_rank[rows, :-1]
-        drawn.append(columns_by_rank)
-    if checks_logits:
-        sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
-    nothing = sequence.tokens[:0]
-    return (
-        DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else DraftedTree(nothing, nothing)
-    )
 
 
 def draw_children(

@@ -15,7 +15,7 @@ from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
 from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, load_tree
-from sequoia_plan.models.files.pretrained import find_model, load_module
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.models.layers.fused_layer import FusedLayer
 from sequoia_plan.models.modules import offloaded_target
 from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
@@ -100,7 +100,7 @@ def place(offloaded, resident):
 
 def assert_same_tokens(offloaded, folder):
     """The text is that of the folder's model in memory."""
-    in_memory = load_module(str(folder), "cpu", torch.float32)[0]
+    in_memory = find_model(str(folder)).module(torch.float32)
     sequences = [
         SequoiaDecoder(target, in_memory, TREE).generate(PROMPT, 24).sequences
         for target in (offloaded.model, in_memory)

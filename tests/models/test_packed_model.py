@@ -283,7 +283,7 @@ def test_an_eagle_draft_gives_the_logits_of_its_modules():
         )
     runner = eagle.PackedEagle(draft)
     cache = runner.runner.new_cache(16, counts_positions=False)
-    logits, ours = runner.read(cache, tokens, features, places, places, mask, (), 5)
+    logits, ours = runner.read(cache, tokens, features, (places, places, mask), 5)
     for found, right in ((logits, expected[0, -5:]), (ours, outputs[0, -5:])):
         assert float((found - right).norm() / right.norm()) < 0.02  # its weights are in 8 bits
     agrees = logits.argmax(-1) == expected[0, -5:].argmax(-1)

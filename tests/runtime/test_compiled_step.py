@@ -58,7 +58,7 @@ def pair(kind, vocabulary=12):
         parts = eagle3_parts(target, d2t=range(0, vocabulary, 2), head_dim=32)
         with tempfile.TemporaryDirectory() as folder:
             draft = load(write(Path(folder) / "draft", *parts), target)
-        draft.backend = PackedEagle(draft)
+        draft.compiled = PackedEagle(draft)
         return target, draft
     draft = small(5, vocabulary // 2 if kind == "part of the vocabulary" else vocabulary)
     if kind == "part of the vocabulary":

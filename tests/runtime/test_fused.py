@@ -19,7 +19,14 @@ from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.sampling import drawing, drawing_kernels
 from sequoia_plan.runtime.sampling import sampling as sampling_module
 from sequoia_plan.runtime.sampling.drawing import race_on_device
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, residual, residual_kernels, traversal
+from sequoia_plan.runtime.verify import (
+    VERIFIERS,
+    DrawnTree,
+    TreeIndex,
+    residual,
+    residual_kernels,
+    traversal,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -130,7 +137,7 @@ def rejected(tree, device):
     drawn = torch.rand(inner, 9, generator=generator).argsort(-1)[:, : tree.branching]
     inputs = [tensor.to(device) for tensor in (probs, draft_probs, drawn)]
     after = traversal.residual_after_children(
-        inputs[0].__getitem__, *inputs[1:], TreeIndex.of(tree, device)
+        DrawnTree(inputs[0].__getitem__, *inputs[1:], TreeIndex.of(tree, device))
     )
     return after.state.cpu(), after.accept_probs.cpu()
 
