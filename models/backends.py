@@ -124,7 +124,7 @@ def load_model(source: str | None, how: Loading) -> LoadedModel:
     return model
 
 
-def loaded_as(module: Any, placement: str) -> LoadedModel:
+def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
     """The model of a module in memory, which runs as `placement` says."""
     if placement == COMPILED:
         return loaded(module)

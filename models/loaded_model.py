@@ -236,10 +236,7 @@ class LoadedModel:
     def read_text(
         self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int, *options: Any
     ) -> ForwardOutput:
-        """One pass over tokens of a text, each of which sees all slots up to its own.
-
-        `tokens`, `slots` int64 [tokens]; `options` are the last ones of `__call__`.
-        """
+        """`__call__` for tokens of a text: in their slots, each sees all slots up to its own."""
         mask = causal_mask(slots, extent, self.dtype)
         return self(cache, tokens, slots, slots, mask, *options)
 

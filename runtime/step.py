@@ -79,9 +79,8 @@ class TreeStep:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run each draft pass, and draw the children from its logits.
 
-        The last level is only drawn; no pass reads it. Tokens that are looked up are in the
-        sequence before. Nodes that have no drafted child, below the last pass, have no row in the
-        results, which are those of `DraftedTree` for each pass, and empty if greedy.
+        No pass reads the last level. Tokens that are looked up are in the sequence before. The
+        results are those of `DraftedTree`, pass by pass; none if greedy.
         """
         sequence, passes = self.sequence, self.passes
         columns = self.tensors.columns(sequence.length, extent)

@@ -49,7 +49,8 @@ class DraftPass:
 class DraftedTree(NamedTuple):
     """What the children of a drafted tree were drawn from. Their tokens are in the sequence.
 
-    `draft_probs` float32 [inner nodes, draft vocabulary]; `drawn` int64 [inner nodes, branching].
+    Nodes below the last pass have no row; nothing has if greedy. `draft_probs` float32 [drafted
+    parents, draft vocabulary]; `drawn` int64 [drafted parents, branching].
     """
 
     draft_probs: Tensor
@@ -141,9 +142,8 @@ class Drafter(Protocol):
         tensors = TreeTensors.of(chain, slots.device, self.model.dtype)
         # while a step is drafted, the sequence is as long as the text before its root
         length, passes = sequence.length.clone(), self.passes(chain, tensors)
-        logits_of_steps = []
+        logits = torch.zeros(len(levels), self.vocabulary, device=slots.device)
         for start, end in steps_of(levels):
-            logits = torch.zeros(end - start, self.vocabulary, device=slots.device)
             if levels[start] == 0:
                 sequence.length.copy_(slots[start : start + 1])
                 columns = tensors.columns(sequence.length, sequence.tokens.numel())  # of all slots
@@ -152,11 +152,10 @@ class Drafter(Protocol):
                     output = self.forward(draft_pass, sequence, columns, output)
                     rows.append(output.logits.float())
                 drafted = torch.cat(rows)[: end - start]
-                logits[: len(drafted)] = drafted
-            logits_of_steps.append(logits)
+                logits[start : start + len(drafted)] = drafted
             self.keep_hidden_states(sequence.draft, slots[start:end], aux_hidden_states[start:end])
         sequence.length.copy_(length)
-        return torch.cat(logits_of_steps)
+        return logits
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes of up to so many tokens read no keys after their own, at any extent?"""
