@@ -14,6 +14,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import plain_text
+from refusals import refusal
 from safetensors import safe_open
 from sequoia_plan_drafts.recipe.eagle3 import (
     ChainRecipe,
@@ -37,9 +39,11 @@ from sequoia_plan_drafts.recipe.training import (
     divergence_and_rejection,
 )
 from sequoia_plan_drafts.recipe.training_text import TextBatch, TrainingText
+from spies import spy
+from toys import TREE
 
-from drafts import golden, load, logits_of_tree, small_target, started, write
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from drafts import built, golden, load, logits_of_tree, small_target, started
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
@@ -48,7 +52,6 @@ pytestmark = pytest.mark.slow
 GOLDEN = golden("eagle3")
 LAYERS = (2, 15, 27)
 STATES = (*LAYERS, 30)
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 3])
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,14 @@ def held_out_batch(text):
     """The last two conversations."""
     count = len(text.conversations)
     return next(text.batches(range(count - 2, count), 2))
+
+
+@torch.no_grad()
+def held_out_losses(text, draft, vocabulary, scale=1, tokens=slice(None)):
+    """A draft's losses on the last conversations, and its logits by place; of these `tokens`."""
+    batch = held_out_batch(text)
+    logits = [place[:, tokens] for place in chain_logits(draft, batch, 2, scale)]
+    return chain_losses(logits, vocabulary.target_to_draft, batch), logits
 
 
 @torch.no_grad()
@@ -100,7 +111,7 @@ def test_text_at_temperature_0_is_the_targets_greedy_text(plain_target, text):
         if not torch.equal(conversation.tokens[-count:], conversation.top_ids[:, 0]):
             continue
         prompt = conversation.tokens[:-count].long()[None]
-        alone = plain_target.generate(prompt, max_new_tokens=20, do_sample=False)[0]
+        alone = plain_text(plain_target, prompt, 20)[0]
         assert conversation.tokens[: len(alone)].tolist() == alone.tolist()
         num_greedy += 1
     assert num_greedy >= len(text.conversations) // 3
@@ -108,17 +119,16 @@ def test_text_at_temperature_0_is_the_targets_greedy_text(plain_target, text):
 
 def test_short_conversations_keep_to_their_slots(pair, tmp_path, monkeypatch):
     """Also questions that the target writes, which would be longer than the context."""
-    forward, slots = LoadedModel.__call__, []
+    slots = []
 
-    def noted(model, cache, tokens, positions, *others, **options):
-        slots.append(others[0])
+    def note(model, cache, tokens, positions, slots_of_pass, *_, **options):
+        slots.append(slots_of_pass)
         assert int(positions.max()) < 80
-        return forward(model, cache, tokens, positions, *others, **options)
 
-    monkeypatch.setattr(LoadedModel, "__call__", noted)
+    spy(monkeypatch, LoadedModel, "__call__", note)
     write_text(pair.target, TextRecipe(100, 4, context=80, questions="code"), tmp_path / "text")
     assert all(int(s.max()) < 4 * 80 and len(s.unique()) == len(s) for s in slots)
-    with pytest.raises(SequoiaPlanError, match="--context 24: expected"):
+    with refusal("--context 24: expected"):
         write_text(pair.target, TextRecipe(context=24), tmp_path / "none")
 
 
@@ -170,32 +180,32 @@ def test_a_tokenizer_without_a_usable_chat_template(pair, tmp_path, template):
     target = copy.copy(pair.target)
     target.tokenizer = copy.copy(target.tokenizer)
     target.tokenizer.chat_template = template
-    with pytest.raises(SequoiaPlanError, match="no chat template"):
+    with refusal("no chat template"):
         write_text(target, TextRecipe(40, 2), tmp_path)
 
 
 def test_text_that_does_not_fit_is_refused(plain_target, text, text_folder, tmp_path):
     """Damaged text, that of another target, or other hidden states, which a folder cannot name."""
     (tmp_path / "text-00000.safetensors").write_bytes(next(text_folder.iterdir()).read_bytes()[:-9])
-    with pytest.raises(SequoiaPlanError, match="no training text"):
+    with refusal("no training text"):
         TrainingText([tmp_path])
-    with pytest.raises(SequoiaPlanError, match="the target has 0 to 99; it was written by another"):
+    with refusal("the target has 0 to 99; it was written by another"):
         text.draft_vocabulary(100, 50)
     for layers in ([3, 15, 27], []):
         text.metadata = [{"hidden_states": layers}]
-        with pytest.raises(SequoiaPlanError, match="write it with --hidden-states 2 15 27"):
+        with refusal("write it with --hidden-states 2 15 27"):
             train_eagle3(plain_target, text, Eagle3Recipe(), tmp_path, "the target")
 
 
 @pytest.mark.parametrize("variant", [name for name in GOLDEN if name != "window"])
 @torch.no_grad()
-def test_a_chain_in_training_is_one_in_decoding(variant, tmp_path):
+def test_a_chain_in_training_is_one_in_decoding(variant):
     """Logits of speculators for chains from every root, all from one run of passes.
 
     A chain that attends further than to where it began must not pass.
     """
     config, weights, expected = GOLDEN[variant]
-    draft = load(write(tmp_path / "draft", config, weights), small_target())
+    draft = built(small_target(), config, weights)
     rows, nothing = 19, torch.zeros(0)
     tokens, features = (expected[name][None, : rows + 1] for name in ("chain.tokens", "features"))
     batch = TextBatch(tokens, features, torch.arange(1, rows + 1), nothing, nothing)
@@ -235,7 +245,7 @@ def assert_decodes_exactly(loaded, plain_target):
     """Our greedy text is that of transformers."""
     prompt = loaded.tokenizer("Name three rivers of Europe.", return_tensors="pt").input_ids
     ours = SequoiaDecoder(loaded.target, loaded.draft, TREE).generate(prompt, 16)
-    assert ours.sequences.equal(plain_target.generate(prompt, max_new_tokens=16, do_sample=False))
+    assert ours.sequences.equal(plain_text(plain_target, prompt, 16))
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 16), ("bfloat16", 8)])
@@ -253,14 +263,11 @@ def test_what_is_trained_is_what_is_loaded(plain_target, text, tmp_path, capsys,
     vocabulary = text.draft_vocabulary(plain_target.config.vocab_size, 512)
     assert loaded.draft.aux_hidden_state_layers == LAYERS
     assert loaded.draft.d2t.equal(vocabulary.d2t)
-    batch, losses = held_out_batch(text), []
-    with torch.no_grad():
-        new = untrained_draft(plain_target, vocabulary)
-        for draft, scale in ((new, text.hidden_state_scale), (loaded.draft, 1)):
-            logits = list(chain_logits(draft, batch, 2, scale))
-            losses.append(chain_losses(logits, vocabulary.target_to_draft, batch))
-    assert (losses[1] < losses[0]).all()
-    expected = vocabulary.target_to_draft[batch.top_ids[:, 0]]
+    new = untrained_draft(plain_target, vocabulary)
+    losses_before, _ = held_out_losses(text, new, vocabulary, text.hidden_state_scale)
+    losses, logits = held_out_losses(text, loaded.draft, vocabulary)
+    assert (losses < losses_before).all()
+    expected = vocabulary.target_to_draft[held_out_batch(text).top_ids[:, 0]]
     agreement = [float((place.argmax(-1) == expected).float().mean()) for place in logits]
     reported = json.loads(last[last.index("[") : last.index("]") + 1])
     assert agreement == pytest.approx(reported, abs=0.003), "unscaled hidden states"
@@ -275,17 +282,16 @@ def test_a_head_that_is_trained_is_the_one_that_decodes(plain_target, pair, text
     train_mtp(plain_target, text, recipe, tmp_path / "mtp.safetensors", "the target")
     loaded = load_pair(target=str(tmp_path), draft="mtp", dtype="float32")
     vocabulary = text.draft_vocabulary(plain_target.config.vocab_size, 512)
-    batch, losses = held_out_batch(text), []
+    d2t, batch = vocabulary.d2t, held_out_batch(text)
+    losses_before, _ = held_out_losses(text, untrained_head(plain_target), vocabulary, tokens=d2t)
+    losses, logits = held_out_losses(text, loaded.draft, vocabulary, tokens=d2t)
+    assert (losses < losses_before).all()
+    decoding = (loaded.draft, batch.tokens[0, :60], batch.hidden_states[0], int(batch.rows[5]))
     with torch.no_grad():
-        for draft in (untrained_head(plain_target), loaded.draft):
-            logits = list(chain_logits(draft, batch, 2))
-            covered = [place[:, vocabulary.d2t] for place in logits]
-            losses.append(chain_losses(covered, vocabulary.target_to_draft, batch))
-        decoding = (loaded.draft, batch.tokens[0, :60], batch.hidden_states[0], int(batch.rows[5]))
         passes = logits_of_tree(*started(EagleDrafter, *decoding), TokenTree.chain(3))
-        for place, drafted in enumerate(passes):
-            torch.testing.assert_close(drafted[0], logits[place][5 + place], atol=1e-3, rtol=0)
-    assert (losses[1] < losses[0]).all()
+    for place, drafted in enumerate(passes):
+        expected = logits[place][5 + place]
+        torch.testing.assert_close(drafted[0, d2t], expected, atol=1e-3, rtol=0)
     assert_decodes_exactly(loaded, plain_target)
 
 
@@ -302,21 +308,17 @@ def test_training_goes_on_from_a_draft(plain_target, text, tmp_path):
     losses = {}
     for name, settings in (("draft", recipe), ("kept", kept), ("further", further)):
         train_eagle3(plain_target, text, settings, tmp_path / name, "the target")
-        draft, batch = load(tmp_path / name, plain_target), held_out_batch(text)
+        draft = load(tmp_path / name, plain_target)
         vocabulary = text.draft_vocabulary(plain_target.config.vocab_size, 0, draft.d2t)
-        with torch.no_grad():
-            logits = chain_logits(draft, batch, 2)
-            losses[name] = chain_losses(logits, vocabulary.target_to_draft, batch)
+        losses[name], _ = held_out_losses(text, draft, vocabulary)
     # fc is rounded to bfloat16 once more
     torch.testing.assert_close(losses["kept"], losses["draft"], atol=0.01, rtol=0)
     with safe_open(tmp_path / "kept" / "model.safetensors", "pt") as file:
         written = json.loads(file.metadata()["sequoia_plan"])["recipe"]
     assert (written["draft_vocabulary"], written["start"]) == (512, str(tmp_path / "draft"))
     assert (losses["further"] < losses["draft"] - 0.02).all(), losses
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(SequoiaPlanError, match="expected a draft as `eagle3` writes it"):
-        train_eagle3(plain_target, text, replace(kept, start=str(empty)), empty, "the target")
+    with refusal("expected a draft as `eagle3` writes it"):
+        train_eagle3(plain_target, text, replace(kept, start=str(tmp_path)), tmp_path, "the target")
 
 
 def test_a_language_model_draft_that_is_trained_decodes_exactly(plain_target, text, tmp_path):

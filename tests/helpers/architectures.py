@@ -50,45 +50,43 @@ PER_LAYER = dict(
 IMAGES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
+# classes are named, not imported: each has a large module
 READS_TREES = {
-    "Llama": (hf.LlamaForCausalLM, GROUPED),
-    "Qwen2": (hf.Qwen2ForCausalLM, GROUPED),
+    "Llama": ("LlamaForCausalLM", GROUPED),
+    "Qwen2": ("Qwen2ForCausalLM", GROUPED),
     "Qwen2, some layers windowed": (
-        hf.Qwen2ForCausalLM,
+        "Qwen2ForCausalLM",
         dict(GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     ),
-    "Qwen3": (hf.Qwen3ForCausalLM, GROUPED),
-    "Qwen3-MoE": (
-        hf.Qwen3MoeForCausalLM,
-        dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
-    ),
-    "SmolLM3": (hf.SmolLM3ForCausalLM, dict(GROUPED, no_rope_layer_interval=2)),
-    "Phi-3": (hf.Phi3ForCausalLM, dict(GROUPED, sliding_window=None)),
-    "GPT-NeoX": (hf.GPTNeoXForCausalLM, dict(SIZES, use_parallel_residual=False)),
+    "Qwen3": ("Qwen3ForCausalLM", GROUPED),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", EXPERTS),
+    "SmolLM3": ("SmolLM3ForCausalLM", dict(GROUPED, no_rope_layer_interval=2)),
+    "Phi-3": ("Phi3ForCausalLM", dict(GROUPED, sliding_window=None)),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", dict(SIZES, use_parallel_residual=False)),
     "GPT-2": (
-        hf.GPT2LMHeadModel,
+        "GPT2LMHeadModel",
         dict(SMALL, n_embd=32, n_layer=3, n_head=4, n_positions=CONTEXT, tie_word_embeddings=False),
     ),
     "OPT": (
-        hf.OPTForCausalLM,
+        "OPTForCausalLM",
         dict(SIZES, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
     ),
-    "Mistral": (hf.MistralForCausalLM, dict(GROUPED, sliding_window=WINDOW)),
-    "Mixtral": (hf.MixtralForCausalLM, dict(EXPERTS, sliding_window=WINDOW)),
-    "Gemma 2": (hf.Gemma2ForCausalLM, WINDOWED_LAYERS),
-    "Gemma 3": (hf.Gemma3ForCausalLM, WINDOWED_LAYERS),
+    "Mistral": ("MistralForCausalLM", dict(GROUPED, sliding_window=WINDOW)),
+    "Mixtral": ("MixtralForCausalLM", dict(EXPERTS, sliding_window=WINDOW)),
+    "Gemma 2": ("Gemma2ForCausalLM", WINDOWED_LAYERS),
+    "Gemma 3": ("Gemma3ForCausalLM", WINDOWED_LAYERS),
     "Gemma 3n": (
-        hf.Gemma3nForCausalLM,
+        "Gemma3nForCausalLM",
         dict(
             WINDOWED_LAYERS, **PER_LAYER, laurel_rank=8, activation_sparsity_pattern=[0.5, 0.0, 0.0]
         ),
     ),
     "Gemma 4": (
-        hf.Gemma4ForCausalLM,
+        "Gemma4ForCausalLM",
         dict(WINDOWED_EXPERTS, **PER_LAYER, enable_moe_block=True, top_k_experts=2),
     ),
     "Llama 4": (
-        hf.Llama4ForCausalLM,
+        "Llama4ForCausalLM",
         dict(
             EXPERTS,
             intermediate_size_mlp=48,
@@ -98,14 +96,14 @@ READS_TREES = {
             attn_scale=1.0,
         ),
     ),
-    "DeepSeek-V2": (hf.DeepseekV2ForCausalLM, dict(LATENT, n_shared_experts=1)),
-    "DeepSeek-V3": (hf.DeepseekV3ForCausalLM, LATENT),
-    "GLM-4": (hf.Glm4ForCausalLM, GROUPED),
-    "GLM-4-MoE": (hf.Glm4MoeForCausalLM, EXPERTS),
-    "GPT-OSS": (hf.GptOssForCausalLM, WINDOWED_EXPERTS),
-    "Granite": (hf.GraniteForCausalLM, dict(GROUPED, attention_multiplier=0.3)),
+    "DeepSeek-V2": ("DeepseekV2ForCausalLM", dict(LATENT, n_shared_experts=1)),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", LATENT),
+    "GLM-4": ("Glm4ForCausalLM", GROUPED),
+    "GLM-4-MoE": ("Glm4MoeForCausalLM", EXPERTS),
+    "GPT-OSS": ("GptOssForCausalLM", WINDOWED_EXPERTS),
+    "Granite": ("GraniteForCausalLM", dict(GROUPED, attention_multiplier=0.3)),
     "Granite 4": (
-        hf.GraniteMoeHybridForCausalLM,
+        "GraniteMoeHybridForCausalLM",
         dict(
             EXPERTS,
             shared_intermediate_size=24,
@@ -114,21 +112,21 @@ READS_TREES = {
             position_embedding_type="rope",
         ),
     ),
-    "OLMo 3": (hf.Olmo3ForCausalLM, WINDOWED_LAYERS),
-    "Ernie 4.5": (hf.Ernie4_5ForCausalLM, GROUPED),
-    "Ernie 4.5 MoE": (hf.Ernie4_5_MoeForCausalLM, dict(EXPERTS, moe_num_shared_experts=1)),
-    "Hunyuan": (hf.HunYuanDenseV1ForCausalLM, GROUPED),
-    "Hunyuan MoE": (hf.HunYuanMoEV1ForCausalLM, EXPERTS),
-    "Mellum": (hf.MellumForCausalLM, WINDOWED_EXPERTS),
-    "MiniMax-M2": (hf.MiniMaxM2ForCausalLM, EXPERTS),
-    "MiMo-V2": (hf.MiMoV2FlashForCausalLM, dict(WINDOWED_EXPERTS, v_head_dim=4)),
+    "OLMo 3": ("Olmo3ForCausalLM", WINDOWED_LAYERS),
+    "Ernie 4.5": ("Ernie4_5ForCausalLM", GROUPED),
+    "Ernie 4.5 MoE": ("Ernie4_5_MoeForCausalLM", dict(EXPERTS, moe_num_shared_experts=1)),
+    "Hunyuan": ("HunYuanDenseV1ForCausalLM", GROUPED),
+    "Hunyuan MoE": ("HunYuanMoEV1ForCausalLM", EXPERTS),
+    "Mellum": ("MellumForCausalLM", WINDOWED_EXPERTS),
+    "MiniMax-M2": ("MiniMaxM2ForCausalLM", EXPERTS),
+    "MiMo-V2": ("MiMoV2FlashForCausalLM", dict(WINDOWED_EXPERTS, v_head_dim=4)),
     "Mistral 3": (
-        hf.Mistral3ForConditionalGeneration,
+        "Mistral3ForConditionalGeneration",
         dict(text_config=dict(GROUPED, model_type="ministral3"), vision_config=IMAGES),
     ),
-    "Cohere 2": (hf.Cohere2ForCausalLM, WINDOWED_LAYERS),
-    "EXAONE 4": (hf.Exaone4ForCausalLM, WINDOWED_LAYERS),
-    "Seed-OSS": (hf.SeedOssForCausalLM, GROUPED),
+    "Cohere 2": ("Cohere2ForCausalLM", WINDOWED_LAYERS),
+    "EXAONE 4": ("Exaone4ForCausalLM", WINDOWED_LAYERS),
+    "Seed-OSS": ("SeedOssForCausalLM", GROUPED),
 }
 
 LINEAR = dict(
@@ -146,38 +144,27 @@ MAMBA = dict(
 
 TAKES_CHAINS = {
     "Qwen3-Next": (
-        hf.Qwen3NextForCausalLM,
-        dict(
-            LINEAR,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-        ),
+        "Qwen3NextForCausalLM",
+        EXPERTS | dict(LINEAR, shared_expert_intermediate_size=24),
     ),
-    "Qwen3.5": (hf.Qwen3_5ForCausalLM, LINEAR),
-    "OLMo, hybrid": (hf.OlmoHybridForCausalLM, dict(LINEAR, num_key_value_heads=4)),
-    "Bamba": (hf.BambaForCausalLM, dict(MAMBA, attn_layer_indices=[1])),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", LINEAR),
+    "OLMo, hybrid": ("OlmoHybridForCausalLM", dict(LINEAR, num_key_value_heads=4)),
+    "Bamba": ("BambaForCausalLM", dict(MAMBA, attn_layer_indices=[1])),
     "Granite 4, hybrid": (
-        hf.GraniteMoeHybridForCausalLM,
-        dict(
-            MAMBA,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=24,
-            layer_types=["mamba", "attention", "mamba"],
-        ),
+        "GraniteMoeHybridForCausalLM",
+        EXPERTS
+        | dict(MAMBA, shared_intermediate_size=24, layer_types=["mamba", "attention", "mamba"]),
     ),
-    "Falcon-H1": (hf.FalconH1ForCausalLM, dict(MAMBA, mamba_d_ssm=64)),
-    "LFM2": (hf.Lfm2ForCausalLM, dict(GROUPED, layer_types=["conv", "full_attention", "conv"])),
+    "Falcon-H1": ("FalconH1ForCausalLM", dict(MAMBA, mamba_d_ssm=64)),
+    "LFM2": ("Lfm2ForCausalLM", dict(GROUPED, layer_types=["conv", "full_attention", "conv"])),
 }
 """Those with a recurrent state."""
 
 REFUSED = {
-    "MPT": (hf.MptForCausalLM, dict(SMALL, d_model=32, n_heads=4, n_layers=2)),
-    "BLOOM": (hf.BloomForCausalLM, dict(SMALL, hidden_size=32, n_layer=2, n_head=4)),
+    "MPT": ("MptForCausalLM", dict(SMALL, d_model=32, n_heads=4, n_layers=2)),
+    "BLOOM": ("BloomForCausalLM", dict(SMALL, hidden_size=32, n_layer=2, n_head=4)),
     "GPT-Neo": (
-        hf.GPTNeoForCausalLM,
+        "GPTNeoForCausalLM",
         dict(
             SMALL,
             hidden_size=32,
@@ -187,9 +174,9 @@ REFUSED = {
             max_position_embeddings=CONTEXT,
         ),
     ),
-    "Mamba": (hf.MambaForCausalLM, dict(SMALL, hidden_size=32, num_hidden_layers=2, state_size=4)),
+    "Mamba": ("MambaForCausalLM", dict(SMALL, hidden_size=32, num_hidden_layers=2, state_size=4)),
     "Jamba": (
-        hf.JambaForCausalLM,
+        "JambaForCausalLM",
         dict(
             GROUPED,
             num_experts=2,
@@ -201,12 +188,12 @@ REFUSED = {
         ),
     ),
     "DeepSeek-V3.2": (
-        hf.DeepseekV32ForCausalLM,
+        "DeepseekV32ForCausalLM",
         dict(LATENT, index_topk=8, index_head_dim=16, index_n_heads=2),
     ),
-    "MiniMax": (hf.MiniMaxForCausalLM, EXPERTS),
+    "MiniMax": ("MiniMaxForCausalLM", EXPERTS),
     "T5": (
-        hf.T5ForConditionalGeneration,
+        "T5ForConditionalGeneration",
         dict(SMALL, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
     ),
 }
@@ -232,7 +219,8 @@ def is_embedding(parameter):
 
 def tiny(name, seed=0, **changes):
     """A random model whose attention matters: weights are larger than transformers draws them."""
-    model_class, sizes = (READS_TREES | TAKES_CHAINS | REFUSED)[name]
+    class_name, sizes = (READS_TREES | TAKES_CHAINS | REFUSED)[name]
+    model_class = getattr(hf, class_name)
     torch.manual_seed(seed)
     if "text_config" in sizes:
         changes = {"text_config": sizes["text_config"] | changes}

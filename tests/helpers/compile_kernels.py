@@ -32,37 +32,33 @@ KERNELS = {
     "silu_mul": LAYER,
 }
 """The file of each kernel that is launched."""
-SIZES = ("first", "rank", "num_nodes", "num_tokens", "group", "num_parts", "count")
+SIZES = "first rank num_nodes num_tokens group num_parts count"
 LAUNCHES = {
-    **{"attend_to_part": (None, 4), "merge_parts": (None, 4)},
-    **{"rms_norm": (4096, 8), "rotate_and_cache": (64, 1), "silu_mul": (1024, 4)},
+    "attend_to_part": (None, 4),
+    "merge_parts": (None, 4),
+    "rms_norm": (4096, 8),
+    "rotate_and_cache": (64, 1),
+    "silu_mul": (1024, 4),
 }
 """BLOCK and the warps of kernels that are not launched with those of verification and drawing."""
 ALIGNED_SIZES = (
-    *("vocabulary", "extent", "query_head_stride"),
-    *("query_token_stride", "key_head_stride", "key_slot_stride", "value_head_stride"),
-    *("value_slot_stride", "mask_token_stride", "token_stride", "head_stride", "width"),
+    "vocabulary extent query_head_stride query_token_stride key_head_stride key_slot_stride "
+    "value_head_stride value_slot_stride mask_token_stride token_stride head_stride width"
 )
 """Sizes that are multiples of 16 in practice, which Triton makes use of."""
-ARITHMETIC = (
-    *("p", "q", "uncovered_mass", "child_terms", "state", "accept_probs", "masses"),
-    *("max_logits", "totals"),
-)
-"""Pointers in the dtype of the arithmetic."""
 LOGITS = (
-    *("logits", "query", "key", "value", "mask", "attended"),
-    *("x", "addend", "total", "weight", "heads", "q_weight", "k_weight", "cos", "sin"),
-    *("queries", "keys", "values", "gate_up"),
+    "logits query key value mask attended x addend total weight heads q_weight k_weight cos sin "
+    "queries keys values gate_up"
 )
 """Arguments in the models' dtype."""
 TYPES = {
-    **dict.fromkeys(("temperature", "scale", "epsilon"), "fp32"),
-    **dict.fromkeys((*SIZES, *ALIGNED_SIZES, "query_heads", "key_heads"), "i32"),
-    **dict.fromkeys(("probs", "best_keys"), "*fp32"),
-    **dict.fromkeys(("part_sums", "part_totals", "part_max"), "*fp32"),
-    "bits": "*i32",
+    "fp32": "temperature scale epsilon",
+    "i32": f"{SIZES} {ALIGNED_SIZES} query_heads key_heads",
+    "*fp32": "p q uncovered_mass child_terms state accept_probs masses max_logits totals probs "
+    "best_keys part_sums part_totals part_max",
+    "*i32": "bits",
 }
-"""Triton's types of the arguments; others are pointers to int64."""
+"""The arguments of Triton's types; others are pointers to int64."""
 
 
 class Variant(NamedTuple):
@@ -110,17 +106,24 @@ def compile_variant(root, variant):
     constants = {
         "DTYPE": tl.float32,
         "BLOCK": block,
-        **{"HEAD_DIM": 128, "BLOCK_DIM": 128, "MAX_PARTS": 64, "MAX_TOKENS": 64},
+        "HEAD_DIM": 128,
+        "BLOCK_DIM": 128,
+        "MAX_PARTS": 64,
+        "MAX_TOKENS": 64,
         "MAX_BLOCKS": 32,
         "BLOCK_ROWS": rows,
         "BLOCK_KEYS": 64 if rows < 64 or variant.architecture == 90 else 32,
         "HIDDEN": -6e4 if dtype == "fp16" else -1e30,
+        **dict.fromkeys(("ADDS", "NORMS", "ROTATES"), True),
     }
-    constants |= dict.fromkeys(("ADDS", "NORMS", "ROTATES"), True)
     if variant.sizes == "1":
-        constants |= dict.fromkeys(SIZES, 1)
-    in_dtype = (*LOGITS, "out") if is_of_a_pass else LOGITS
-    types = TYPES | dict.fromkeys(ARITHMETIC, "*fp32") | dict.fromkeys(in_dtype, f"*{dtype}")
+        constants |= dict.fromkeys(SIZES.split(), 1)
+    in_dtype = f"{LOGITS} out" if is_of_a_pass else LOGITS
+    types = {
+        argument: type_name
+        for type_name, names in (*TYPES.items(), (f"*{dtype}", in_dtype))
+        for argument in names.split()
+    }
     arguments = kernel.arg_names
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i64")
@@ -130,7 +133,7 @@ def compile_variant(root, variant):
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(arguments)
-        if signature[argument].startswith("*") or argument in ALIGNED_SIZES
+        if signature[argument].startswith("*") or argument in ALIGNED_SIZES.split()
     }
     used = {argument: constants[argument] for argument in arguments if argument in constants}
     registers = None if is_of_a_pass else 65536 // (32 * warps)

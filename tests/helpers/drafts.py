@@ -29,15 +29,13 @@ def golden(algorithm):
 
     See tools/speculators_golden.py.
     """
-    variants = {}
     with safe_open(DATA / f"speculators-{algorithm}.safetensors", framework="pt") as file:
-        for name, config in json.loads(file.metadata()["configs"]).items():
-            parts = {part: {} for part in ("weights", "golden")}
-            for key in file.keys():  # noqa: SIM118
-                variant, part, tensor = key.split("/")
-                if variant == name:
-                    parts[part][tensor] = file.get_tensor(key)
-            variants[name] = json.loads(config), parts["weights"], parts["golden"]
+        configs = json.loads(file.metadata()["configs"])
+        variants = {name: (json.loads(config), {}, {}) for name, config in configs.items()}
+        for key in file.keys():  # noqa: SIM118
+            variant, part, name = key.split("/")
+            _, weights, results = variants[variant]
+            (weights if part == "weights" else results)[name] = file.get_tensor(key)
     return variants
 
 
@@ -55,6 +53,12 @@ def write(folder, config, weights):
 def load(folder, target):
     """A draft as `load_pair` reads it."""
     return load_checkpoint(find_checkpoint(str(folder)), loaded(target), torch.float32)
+
+
+def built(target, config, weights):
+    """A draft as `load_pair` reads it from a folder with these files."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(write(Path(folder) / "draft", config, weights), target)
 
 
 def small_target(seed=0, vocabulary=VOCABULARY, hidden=HIDDEN, layers=LAYERS, **settings):
@@ -194,12 +198,12 @@ def small_pair(kind, vocabulary=VOCABULARY):
         return target, small_target(seed=5, vocabulary=vocabulary)
     few = {"EAGLE-3": {"d2t": [0, 2]}, "DFlash": {"mask": 2}, "DFlash 2": {"top_k": 2}}
     settings = few.get(kind, {}) if vocabulary == 3 else {}
+    if kind in PARTS:
+        return target, built(target, *PARTS[kind](target, **settings))
     with tempfile.TemporaryDirectory() as folder:
-        if "MTP" in kind:
-            checkpoint(Path(folder), kind.replace("MTP", "GLM-4-MoE"), vocab_size=vocabulary)
-            target = load_whole(Path(folder), torch.float32)
-            return target, load_mtp(loaded(target))
-        return target, load(write(Path(folder) / kind, *PARTS[kind](target, **settings)), target)
+        checkpoint(Path(folder), kind.replace("MTP", "GLM-4-MoE"), vocab_size=vocabulary)
+        target = load_whole(Path(folder), torch.float32)
+    return target, load_mtp(loaded(target))
 
 
 def started(drafter_class, draft, text, features, committed):

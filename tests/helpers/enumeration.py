@@ -13,6 +13,10 @@ from scipy.stats import chisquare
 from sequoia_plan.runtime.verify import DrawnTree, TreeIndex
 
 
+def normalised(weights):
+    return weights / weights.sum()
+
+
 def without_replacement(q, count):
     """Every ordered draw of `count` tokens without replacement, with its probability.
 
@@ -23,14 +27,10 @@ def without_replacement(q, count):
         undrawn = np.ones(len(q), bool)
         for token in order:
             weights = remaining if remaining.sum() > 0 else undrawn
-            probability *= (weights / weights.sum())[token]
+            probability *= normalised(weights)[token]
             remaining[token], undrawn[token] = 0, False
         if probability > 0:
             yield order, probability
-
-
-def normalised(weights):
-    return weights / weights.sum()
 
 
 def exact_acceptance(p, q, count):
@@ -62,18 +62,17 @@ def most_probable(q, count):
 
 def chi_square(drawn, probs):
     """p-value of the drawn orders under `probs`; 0 if an order of probability 0 was drawn."""
-    counts = dict.fromkeys(probs, 0)
-    for order in map(tuple, drawn.tolist()):
-        if order not in counts:
-            return 0.0
-        counts[order] += 1
-    return chisquare([*counts.values()], [p * len(drawn) for p in probs.values()]).pvalue
+    counts = Counter(map(tuple, drawn.tolist()))
+    if counts.keys() - probs.keys():
+        return 0.0
+    expected = [probability * len(drawn) for probability in probs.values()]
+    return chisquare([counts[order] for order in probs], expected).pvalue
 
 
 def pooled_p_value(observed, expected):
     """p-value of counts; outcomes that are expected less than 5 times are one."""
     rare = expected < 5
-    pooled = [np.append(x[~rare], x[rare].sum()) for x in (observed, expected)]
+    pooled = [np.append(x[~rare], x[rare].sum()) if rare.any() else x for x in (observed, expected)]
     return chisquare(*pooled).pvalue
 
 
@@ -84,7 +83,7 @@ def outcomes(acceptance, tree, tokens, drawn_tree):
         if end_prob > 1e-15:
             accepted = [tokens[n] for n in np.flatnonzero(tree.attention_mask[node])[1:]]
             bonus = acceptance.bonus_probs(torch.tensor([node]), drawn_tree)[0]
-            for token, bonus_prob in enumerate((bonus / bonus.sum()).tolist()):
+            for token, bonus_prob in enumerate(normalised(bonus).tolist()):
                 yield (*accepted, token), end_prob * bonus_prob
 
 
@@ -126,8 +125,7 @@ class Case:
             is_targets = np.arange(vocabulary) < vocabulary // 2
             for context in contexts:
                 for probs, support in ((self.target, is_targets), (self.draft, ~is_targets)):
-                    supported = probs[context] * support
-                    probs[context] = supported / supported.sum()
+                    probs[context] = normalised(probs[context] * support)
 
     @staticmethod
     def random_probs(generator, contexts, size, zeros):
@@ -135,7 +133,7 @@ class Case:
         for context in contexts:
             p = generator.dirichlet(np.full(size, 0.7))
             p[generator.permutation(size)[:zeros]] = 0
-            probs[context] = p / p.sum()
+            probs[context] = normalised(p)
         return probs
 
     def d2t_tensor(self):

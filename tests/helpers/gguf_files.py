@@ -4,27 +4,21 @@ import gguf
 import numpy as np
 import torch
 
-from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.base.masks import causal_mask
 from sequoia_plan.models.files.gguf_config import read_config
 from sequoia_plan.models.files.gguf_file import read_gguf
 
 SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, num_hidden_layers=2, vocab_size=300)
-NAMES = {
-    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    "lm_head": "output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "_proj": "",
-}  # fmt: skip
-"""transformers' names -> those of GGUF files."""
 IDS = torch.arange(24)[None]
 SPLIT = "split.count"
 
 
 def logits_of(pair, positions=IDS[0]):
-    """What the target's pass gives for IDS, float [24, vocabulary]."""
-    slots, cache = IDS[0], pair.target.new_cache(160)
-    mask = additive_mask(slots <= slots[:, None], pair.target.dtype)
+    """What the target's pass gives for IDS, float [24, vocabulary]; a step has a target, too."""
+    target, slots = pair.target, IDS[0].to(pair.target.device)
+    mask = causal_mask(slots, len(slots), target.dtype)
     with torch.inference_mode():
-        return pair.target(cache, IDS[0], positions, slots, mask).logits
+        return target(target.new_cache(160), slots, positions.to(slots), slots, mask).logits
 
 
 def is_right(pair, model):
@@ -36,7 +30,37 @@ def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
     """Write a Llama, Qwen2 or Qwen3 as llama.cpp's converter does, with matrices in `kind`."""
     config, architecture = model.config, model.config.model_type
     writer = gguf.GGUFWriter(path, architecture)
-    settings = {
+    add_metadata(writer, architecture, settings_of(config) | dict(metadata))
+    quantised, written = gguf.GGMLQuantizationType[kind], {}
+    for name, parameter in model.named_parameters():
+        weight, heads = parameter.detach().float().numpy(), config.num_attention_heads
+        heads = {"q_proj": heads, "k_proj": config.num_key_value_heads}.get(name[-13:-7])
+        if heads and architecture == "llama":
+            weight = by_neighbours(weight, heads)
+        written[names_of(architecture).get_name(name, (".weight", ".bias"))] = weight
+    for name, weight in (written | dict(tensors)).items():
+        is_matrix = weight.ndim == 2 and kind != "F32"
+        raw = gguf.quants.quantize(weight, quantised) if is_matrix else np.ascontiguousarray(weight)
+        if name not in without:
+            writer.add_tensor(name, raw, raw_dtype=quantised if is_matrix else None)
+    write(writer)
+    return str(path)
+
+
+def names_of(architecture):
+    """The names of an architecture's tensors, of up to nine layers."""
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 9)
+
+
+def by_neighbours(weight, heads):
+    """Rows in another order: llama.cpp rotates neighbours, transformers halves of a head."""
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def settings_of(config):
+    """What a file says of a Llama-like model."""
+    return {
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
         "embedding_length": config.hidden_size,
@@ -49,31 +73,19 @@ def write_gguf(path, model, kind="F32", metadata=(), tensors=(), without=()):
         "rope.freq_base": config.rope_parameters["rope_theta"],
         "vocab_size": config.vocab_size,
     }
-    add_metadata(writer, architecture, settings | dict(metadata))
-    quantised, written = gguf.GGMLQuantizationType[kind], {}
-    for name, parameter in model.named_parameters():
-        weight, heads = parameter.detach().float().numpy(), config.num_attention_heads
-        heads = {"q_proj": heads, "k_proj": config.num_key_value_heads}.get(name[-13:-7])
-        if heads and architecture == "llama":  # llama.cpp rotates neighbours
-            halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
-            weight = halves.swapaxes(1, 2).reshape(weight.shape)
-        for ours, theirs in NAMES.items():
-            name = name.replace(ours, theirs)
-        written[name] = weight
-    for name, weight in (written | dict(tensors)).items():
-        is_matrix = weight.ndim == 2 and kind != "F32"
-        raw = gguf.quants.quantize(weight, quantised) if is_matrix else np.ascontiguousarray(weight)
-        if name not in without:
-            writer.add_tensor(name, raw, raw_dtype=quantised if is_matrix else None)
-    write(writer)
-    return str(path)
+
+
+def adders(writer):
+    """What adds a value of each type."""
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    return add | {bool: writer.add_bool, list: writer.add_array}
 
 
 def add_metadata(writer, architecture, settings):
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    add[list] = writer.add_array
+    """These settings, and a tokenizer."""
     for key, value in settings.items():
-        add[type(value)](key if key == SPLIT else f"{architecture}.{key}", value)
+        name = key if key == SPLIT else f"{architecture}.{key}"
+        adders(writer)[type(value)](name, value)
     tokens = [chr(256 + number) for number in range(settings["vocab_size"])]
     tokens[2] = tokens[0] + tokens[1]
     writer.add_tokenizer_model("gpt2")
@@ -94,14 +106,13 @@ def metadata_writer(path, architecture, settings=(), layers=2):
 def write_tokenizer(path, **keys):
     """A Llama's metadata and a tokenizer's; lists are written as texts, "__" is two spaces."""
     writer, lists = metadata_writer(path, "llama"), {"scores": float, "token_type": int}
-    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for name, value in keys.items():
         key = name if "." in name else f"tokenizer.ggml.{name}"
         writer.kv_data[0].pop(key, None)
         if name in ("tokens", "merges", *lists):
             words = value.split("," if name == "merges" else None)
             value = [lists.get(name, str)(word.replace("__", "  ")) for word in words]
-        add.get(type(value), writer.add_array)(key, value)
+        adders(writer)[type(value)](key, value)
     write(writer)
     return str(path)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from enumeration import continued, outcomes, without_replacement
+from enumeration import continued, outcomes, pooled_p_value, without_replacement
+from toys import first_tokens
 
 from sequoia_plan.artifacts.state import State
 from sequoia_plan.runtime import Sampling
@@ -91,7 +92,11 @@ def error_of_a_step(decoder, prompt, sampling, expected=None):
     for (said, _), chance in drafted_chances.items():
         chances[said] += chance
     target = expected or decoder.step.target.module
-    length = choice.tree.depth
+    return largest_difference(chances, target, prompt, choice.tree.depth, sampling)
+
+
+def largest_difference(chances, target, prompt, length, sampling):
+    """Between the texts that begin with what has these `chances`, and the target's own texts."""
     token_probs = token_probs_of_texts(target, prompt, length, sampling)
     return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
 
@@ -114,8 +119,16 @@ def error_of_steps(decoder, prompt, sampling, length, twin=None, cost_of=None):
             cost = cost_of(choice, drafted) if cost_of else choice.cost
             following = state.after_step(choice._replace(cost=cost), len(said), 0)
             open_texts[(*text, *said), following] += probability * chance
-    token_probs = token_probs_of_texts(decoder.step.target.module, prompt, length, sampling)
-    return float(np.abs(continued(chances, token_probs) - token_probs.prod(-1)).max())
+    return largest_difference(chances, decoder.step.target.module, prompt, length, sampling)
+
+
+def joint_law_p_value(decoder, prompt, length, runs, sampling):
+    """Chi-square of the joint law of a decoder's first tokens against the exact one."""
+    new = first_tokens(decoder, prompt, range(runs), length, sampling)
+    target = decoder.step.target.module
+    expected = token_probs_of_texts(target, prompt, length, sampling).prod(-1).flatten() * runs
+    texts = np.ravel_multi_index(new.T, [target.config.vocab_size] * length)
+    return pooled_p_value(np.bincount(texts, minlength=expected.size), expected)
 
 
 @torch.inference_mode()
@@ -133,8 +146,7 @@ def chances_of_a_step(decoder, prompt, sampling, state, twin=None):
     for _ in script.runs():
         drafted = step.draft(64, sampling)
         logits = step.process_target(step.forward_target(64))
-        tokens = step.sequence.tokens[len(prompt) - 1 : len(prompt) - 1 + tree.size].tolist()
-        tokens = tuple(tokens)
+        tokens = tuple(step.sequence.tokens[len(prompt) - 1 :][: tree.size].tolist())
         p = sampling.target_probs(logits).double()
         if tree.size == 1 or (twin and twin(state, tokens[1:]).balance < 0):
             for token, probability in enumerate(p[0].tolist()):

@@ -17,18 +17,25 @@ import torch
 
 from sequoia_plan.artifacts import Plan, TokenTree
 from sequoia_plan.models.backends import loaded
-from sequoia_plan.runtime import Pair, Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime import Pair, SequoiaDecoder, sequoia
 
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2, 3])
+TREE = TokenTree([-1, 0, 0, 1, 1, 2, 3])
+PLAIN = TokenTree.chain(1)
+"""Steps without a draft."""
 SMALL_TREES = {
     "chain": TokenTree.chain(3),
     "star": TokenTree.star(3),
-    "binary": TokenTree.from_parents([-1, 0, 0, 1, 1]),
-    "lopsided": TokenTree.from_parents([-1, 0, 0, 2, 2, 3]),
-    "both": TokenTree.from_parents([-1, 0, 0, 1, 2]),
+    "binary": TokenTree([-1, 0, 0, 1, 1]),
+    "lopsided": TokenTree([-1, 0, 0, 2, 2, 3]),
+    "both": TokenTree([-1, 0, 0, 1, 2]),
 }
 """Small enough to enumerate every draw."""
 PROMPTS = [[i % 8, (3 * i) % 8, 5, (i + 1) % 8] for i in range(12)]
+
+
+def normal(*shape, seed=0):
+    """Normally distributed numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def planned(tree, cost, tokens=None, **plan):
@@ -90,27 +97,15 @@ class ToyModel(torch.nn.Module):
         use_cache=None,
         logits_to_keep=0,
     ):
+        own = self.eye[input_ids]
         if past_key_values is None:  # whole sequences, as transformers takes them: [batch, n]
-            past = self.eye[input_ids].cumsum(1)
-            logits = (
-                self.by_token[input_ids]
-                + self.by_position[torch.arange(input_ids.shape[1]) % 3]
-                + past @ self.by_past
-            )
-            return SimpleNamespace(logits=self._covered(logits))
-        keys, values = (self.eye[input_ids][None] for _ in range(2))
-        _, past = past_key_values.layers[0].update(keys, values)
-        visible = (attention_mask[0, 0] == 0).float()
-        logits = (
-            self.by_token[input_ids[0]]
-            + self.by_position[position_ids[0] % 3]
-            + (visible @ past[0, 0]) @ self.by_past
-        )
-        return SimpleNamespace(logits=self._covered(logits)[None, -logits_to_keep:])
-
-    def _covered(self, logits):
-        covered = getattr(self, "d2t", None)
-        return logits if covered is None else logits[..., covered]
+            position_ids, past = torch.arange(input_ids.shape[1]), own.cumsum(1)
+        else:
+            _, values = past_key_values.layers[0].update(own[None], own[None])
+            past = (attention_mask[0, 0] == 0).float() @ values[0, 0]
+        logits = self.by_token[input_ids] + self.by_position[position_ids % 3] + past @ self.by_past
+        covered = getattr(self, "d2t", slice(None))
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:, covered])
 
     def greedy_text(self, prompt, count):
         """The prompt and the `count` most probable tokens after it."""
@@ -160,11 +155,9 @@ def toy_decoder(tree, seed=0, noise=0.5, covered=None):
     return SequoiaDecoder(*toy_models(seed, noise, covered, 1 << 14), tree)
 
 
-def first_tokens(prompt, tree, seeds, covered=None, length=3, sampling=None, decoder=None):
-    """int64 [seeds, length]: the first tokens of one run for each seed, of a toy decoder or of
-    `decoder`."""
-    decoder = decoder or toy_decoder(tree, noise=0.7, covered=covered)
-    prompt, sampling = torch.tensor(prompt), sampling or Sampling(1.0, verifier="sequoia")
+def first_tokens(decoder, prompt, seeds, length, sampling):
+    """int64 [seeds, length]: a decoder's first tokens of one run for each seed."""
+    prompt = torch.tensor(prompt)
 
     def again(prompt, max_new_tokens, seed, *, reuse, others):
         """In place of prefill: the caches still hold the prompt, and what lies beyond it is

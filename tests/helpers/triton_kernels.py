@@ -10,3 +10,4 @@ pytest.importorskip(
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Without a CUDA device, Triton's interpreter runs the kernels on the CPU."""
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="is about a CPU that stands for a GPU")

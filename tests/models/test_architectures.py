@@ -20,13 +20,13 @@ from architectures import (
     tokens_of,
 )
 from paths import ROOT
-from toys import ToyModel
+from refusals import refusal
+from spies import spy
+from toys import PLAIN, ToyModel
 from transformers import DynamicCache
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.models.backends import loaded_as
 from sequoia_plan.models.base.architecture import context_length
-from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.layers.fuse import MAX_ERROR, fuse
 from sequoia_plan.models.modules import probe as probe_module
 from sequoia_plan.runtime import SequoiaDecoder
@@ -44,12 +44,15 @@ def on_page(target, name, window=""):
     return "in fused" in row
 
 
+def decoder_of(target):
+    return SequoiaDecoder(target, resembling(target), TREE)
+
+
 @pytest.mark.parametrize("name", READS_TREES)
 @torch.inference_mode()
 def test_tree_logits_are_path_logits_and_greedy_is_transformers(name):
     target = tiny(name)
-    decoder = SequoiaDecoder(target, resembling(target), TREE)
-    prompt = tokens_of(PROMPT)
+    decoder, prompt = decoder_of(target), tokens_of(PROMPT)
     assert max(logits_errors(decoder, prompt)) < BOUND
     result, expected = decoder.generate(prompt, NEW), plain_text(target, prompt[None], NEW)
     assert result.sequences.equal(expected)
@@ -66,7 +69,7 @@ def test_tree_logits_are_path_logits_and_greedy_is_transformers(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_read_a_tree_is_refused(name):
     target = tiny(name)
-    with pytest.raises(SequoiaPlanError, match=r"tree|decoder-only"):
+    with refusal(r"tree|decoder-only"):
         SequoiaDecoder(target, target, TREE)
     assert on_page(target, name) is False
 
@@ -75,62 +78,42 @@ def test_what_cannot_read_a_tree_is_refused(name):
 @pytest.mark.parametrize("wrong", ["no window", "window in slots", "one position too wide"])
 def test_a_wrong_window_shows(name, wrong):
     """Negative control for the windowed masks."""
-    target = tiny(name)
-    decoder = SequoiaDecoder(target, resembling(target), TREE)
+    decoder = decoder_of(tiny(name))
     model = decoder.step.target
-    if wrong == "no window":
-        model.window = 1 << 20
-    elif wrong == "one position too wide":
-        model.window += 1
-    else:
+    if wrong == "window in slots":
         masks = model._masks
-
-        def mask_of_slots(cache, mask, positions, slots):
-            return masks(cache, mask, slots, slots)
-
-        model._masks = mask_of_slots
+        model._masks = lambda cache, mask, positions, slots: masks(cache, mask, slots, slots)
+    else:
+        model.window = 1 << 20 if wrong == "no window" else model.window + 1
     with torch.inference_mode():
         assert max(logits_errors(decoder, torch.arange(PROMPT))) > 10 * BOUND
 
 
-class OrderedBySlot(torch.nn.Module):
-    """A model that counts positions itself, as ALiBi does, but says it takes position_ids."""
+def counting_itself(model):
+    """It counts positions, as ALiBi does, but says it takes position_ids."""
+    forward = model.forward
 
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config, self.device, self.dtype = model.config, model.device, model.dtype
-
-    def get_output_embeddings(self):
-        return self.model.get_output_embeddings()
-
-    def forward(self, input_ids, position_ids=None, **kwargs):
+    def counting(input_ids, position_ids=None, **options):
         if position_ids is not None:
             position_ids = position_ids[:, :1] + torch.arange(input_ids.shape[1])
-        return self.model(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        return forward(input_ids=input_ids, position_ids=position_ids, **options)
+
+    model.forward = counting
 
 
-class Forgetful(OrderedBySlot):
-    """A model that does not look into its cache."""
+def forgetful(model):
+    """It does not look into its cache."""
+    forward = model.forward
 
-    def forward(
-        self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forgetting(input_ids, position_ids=None, attention_mask=None, cache=None, **options):
         tokens = input_ids.shape[1]
         if attention_mask is not None:
             diagonal = torch.eye(tokens, dtype=torch.bool)
             attention_mask = torch.where(diagonal, 0.0, attention_mask[..., :tokens])
-        return self.model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, **kwargs
-        )
+        options |= dict(input_ids=input_ids, position_ids=position_ids)
+        return forward(attention_mask=attention_mask, **options)
 
-
-@pytest.mark.parametrize("broken", [OrderedBySlot, Forgetful])
-def test_the_check_at_load_finds_what_no_name_tells(broken):
-    model = broken(tiny("Llama")).eval()
-    message = "its logits there differ from those of the plain sequence"
-    with pytest.raises(SequoiaPlanError, match=message):
-        SequoiaDecoder(model, model, TREE)
+    model.forward = forgetting
 
 
 def failing(model):
@@ -148,35 +131,37 @@ def not_finite(model):
     model.lm_head.weight.data[0] = torch.nan
 
 
-def on_meta(model):
-    model.to("meta")
-
-
 def indexed(model):
     model.config.layer_types = ["indexed_attention", "full_attention", "full_attention"]
+
+
+DIFFERS = "its logits there differ from those of the plain sequence"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (counting_itself, DIFFERS),
+        (forgetful, DIFFERS),
         (failing, r"cannot decode with a token tree, reading one fails \(ValueError: odd mask\)$"),
         (with_flash_attention, "load the model with attn_implementation='sdpa'"),
         (not_finite, "its logits are not finite"),
-        (on_meta, "its weights are on the meta device and nothing brings them"),
+        (lambda model: model.to("meta"), "weights are on the meta device and nothing brings them"),
         (indexed, "llama: layers of kind indexed_attention cannot branch"),
     ],
 )
 def test_what_cannot_be_computed_is_told_in_one_line(change, message):
+    """The check at load also finds what no name tells."""
     model = tiny("Llama")
     change(model)
-    with pytest.raises(SequoiaPlanError, match=message):
-        SequoiaDecoder(model, None, TokenTree.chain(1))
+    with refusal(message):
+        SequoiaDecoder(model, None, PLAIN)
 
 
 def test_eager_and_sdpa_agree():
     target = tiny("Mistral")
     target.set_attn_implementation("eager")
-    decoder = SequoiaDecoder(target, resembling(target), TREE)
+    decoder = decoder_of(target)
     with torch.inference_mode():
         assert max(logits_errors(decoder, torch.arange(PROMPT))) < BOUND
 
@@ -189,32 +174,12 @@ def test_the_check_passes_in_low_precision(name, dtype):
 
 def test_a_model_is_tried_once(monkeypatch):
     """And again after it was moved."""
-    probed, error = [], probe_module._tree_error
-    monkeypatch.setattr(
-        probe_module,
-        "_tree_error",
-        lambda model, module: probed.append(model.dtype) or error(model, module),
-    )
+    probed = []
+    spy(monkeypatch, probe_module, "_tree_error", lambda model, _: probed.append(model.dtype))
     target = tiny("Llama")
     for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
-        SequoiaDecoder(target.to(dtype), None, TokenTree.chain(1))
+        SequoiaDecoder(target.to(dtype), None, PLAIN)
     assert probed == [torch.float32, torch.float64, torch.float32]
-
-
-def test_layers_of_different_shapes_get_their_own_memory():
-    """Keys and values of different widths: a block for each shape, also where it is known."""
-    cache = TreeCache(3, 8)
-    for _ in range(2):
-        cache.at(torch.arange(5), 8)
-        for layer in range(3):
-            states = torch.arange(5.0)[None, None, :, None].expand(1, 2, 5, 3) + layer
-            cache.update(states, states[..., :2] if layer else states, layer)
-        cache.commit(torch.tensor([2, 4]), torch.tensor([1]))
-        for number, layer in enumerate(cache.layers):
-            for part in (layer.keys, layer.values):
-                assert part[0, 0, :3, 0].tolist() == [number, number + 2, number + 4]
-        cache = TreeCache(cache.layout, 8)
-        assert sorted(block.shape[0] for block in cache.blocks) == [2, 4]
 
 
 @pytest.mark.parametrize(("rope_type", "context"), [("longrope", 4096), ("yarn", 131072)])
@@ -223,12 +188,6 @@ def test_context_ends_where_rotary_embeddings_would_change(rope_type, context):
     config = SimpleNamespace(max_position_embeddings=131072, rope_parameters=rope)
     assert context_length(config) == context
     assert context_length(SimpleNamespace(max_position_embeddings=4096)) == 4096
-
-
-def test_a_small_model_with_a_small_vocabulary_is_tried_too():
-    backend = loaded_as(ToyModel(0, vocabulary=3), "resident").backend
-    backend.prepare(())
-    assert len(backend.layout) == 1
 
 
 # transformers 5.24 renamed the argument `past_key_values` of models and layers to `cache`

@@ -3,16 +3,14 @@
 A CPU stands for the device.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
 from architectures import plain_text, tiny
-from toys import TREE
+from refusals import refusal
+from toys import PLAIN, TREE
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.models.layers.fuse import num_fused_layers
 from sequoia_plan.models.modules.backend import ModuleBackend
 from sequoia_plan.runtime import SequoiaDecoder
@@ -64,7 +62,7 @@ def replaced(model):
 @pytest.mark.parametrize("change", [in_place, moved, replaced])
 def test_weights_that_change_are_followed(change):
     model = tiny("Qwen3")
-    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    decoder = SequoiaDecoder(model, None, PLAIN)
     before = decoder.generate(IDS, 20).sequences
     change(model)
     expected = plain_text(model, IDS, 20)
@@ -73,19 +71,19 @@ def test_weights_that_change_are_followed(change):
 
 def test_a_change_that_fused_layers_cannot_follow_is_refused():
     model = tiny("Llama")
-    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    decoder = SequoiaDecoder(model, None, PLAIN)
     model.model.layers[1].mlp.register_forward_hook(lambda module, given, result: 2 * result)
-    with pytest.raises(SequoiaPlanError, match=r"make the decoder anew"):
+    with refusal(r"make the decoder anew"):
         decoder.generate(IDS, 4)
     expected = plain_text(model, IDS, 20)
-    decoder = SequoiaDecoder(model, None, TokenTree.chain(1))
+    decoder = SequoiaDecoder(model, None, PLAIN)
     assert decoder.generate(IDS, 20).sequences.equal(expected)
 
 
 def test_layers_that_cannot_be_fused_are_told():
     model = tiny("GPT-NeoX")
     with pytest.warns(UserWarning, match="gpt_neox: transformers' own layers run"):
-        SequoiaDecoder(model, None, TokenTree.chain(1))
+        SequoiaDecoder(model, None, PLAIN)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once for each model
-        SequoiaDecoder(model, None, TokenTree.chain(1))
+        SequoiaDecoder(model, None, PLAIN)

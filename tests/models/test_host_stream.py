@@ -87,7 +87,8 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def host_stream(device):
+@pytest.fixture
+def stream(device):
     blocks = [torch.full((8,), layer, dtype=torch.uint8) for layer in range(LAYERS)]
     stream = HostStream(blocks, SLOTS, torch.device("cpu"))
     stream.memory = [Slot(device, number) for number in range(SLOTS)]
@@ -106,8 +107,7 @@ def step(stream, device, layers=LAYERS, begins=True):
             stream.release(layer)
 
 
-def test_every_layer_computes_with_its_own_weights(device):
-    stream = host_stream(device)
+def test_every_layer_computes_with_its_own_weights(stream, device):
     assert stream.bytes == 8 * LAYERS
     for begins in (True, False, True, True):
         step(stream, device, begins=begins)
@@ -116,30 +116,25 @@ def test_every_layer_computes_with_its_own_weights(device):
     assert stream.copies.clock <= device.compute.clock
 
 
-def test_copies_are_never_on_the_stream_of_a_capture(device):
+def test_copies_are_never_on_the_stream_of_a_capture(stream):
     """PyTorch has 32 streams of each priority, which it hands out in turn."""
-    assert host_stream(device).copies.priority < torch.cuda.Stream(None).priority
+    assert stream.copies.priority < torch.cuda.Stream(None).priority
 
 
 @pytest.mark.parametrize("layers", range(1, LAYERS))
-def test_a_pass_that_was_given_up(device, layers):
-    stream = host_stream(device)
-    step(stream, device, layers)
-    step(stream, device)
-    step(stream, device)
+def test_a_pass_that_was_given_up(stream, device, layers):
+    for count in (layers, LAYERS, LAYERS):
+        step(stream, device, count)
     assert device.errors == []
 
 
-@pytest.mark.parametrize("forgotten", ["begin_step", "wait_for", "release"])
-def test_a_wait_that_is_forgotten_is_noticed(device, forgotten):
+@pytest.mark.parametrize(
+    ("queue", "wait"),
+    [("copies", "wait_stream"), ("copies", "wait_event"), ("compute", "wait_event")],
+)
+def test_a_wait_that_is_forgotten_is_noticed(stream, device, queue, wait):
     """The control."""
-    stream = host_stream(device)
-    if forgotten == "begin_step":
-        stream.copies.wait_stream = lambda compute: None
-    elif forgotten == "release":
-        stream.copies.wait_event = lambda event: None
-    else:
-        device.compute.wait_event = lambda event: None
+    setattr({"copies": stream.copies, "compute": device.compute}[queue], wait, lambda work: None)
     for _ in range(3):
         step(stream, device)
     assert device.errors

@@ -1,7 +1,5 @@
 """Kinds of processors: the same bits on all that this machine is, and what others execute."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -14,25 +12,16 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from llvmlite import ir
+from matrices import FORMAT_OF, encode, normal, pack, random_rows
 
-from sequoia_plan.models.packed.encoding import encoder
 from sequoia_plan.models.packed.features import FEATURES
-from sequoia_plan.models.packed.formats import (
-    FORMAT_NAMES,
-    FORMATS,
-    OUTPUTS,
-    format_number,
-    num_steps,
-    num_tiles,
-    row_bytes,
-    tile_bytes,
-)
+from sequoia_plan.models.packed.formats import OUTPUTS, format_number, num_steps
 from sequoia_plan.models.packed.instructions import KINDS, OWN, kind_for
-from sequoia_plan.models.packed.products import emit_tile, encoded_bytes, encoding_for
-from sequoia_plan.models.packed.tiles import Matrix, aligned_zeros, dense_rows, pack_rows
+from sequoia_plan.models.packed.products import emit_tile
+from sequoia_plan.models.packed.tiles import dense_rows
 
 INPUTS, ROWS = 512, 7
-INTEGER_FORMATS = [format.name for format in FORMATS if not format.is_float]
+INTEGER_FORMATS = [name for name, format in FORMAT_OF.items() if not format.is_float]
 BY_NAME = {kind.name: kind for kind in KINDS}
 HERE = [kind for kind in KINDS if FEATURES.issuperset(kind.needs)]
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
@@ -68,58 +57,41 @@ def tile_function(format, kind):
     return function
 
 
-def pack(name, rows):
-    format = format_number(name)
-    tiles = aligned_zeros((num_tiles(len(rows)), tile_bytes(format, INPUTS)))
-    pack_rows(format, rows, INPUTS, tiles)
-    return Matrix(format, len(rows), INPUTS, tiles)
-
-
 def products(kind, matrix, rows):
     """The products of all rows by a matrix's first tile, float32 [rows, 32]."""
-    format = matrix.format
-    encoded = aligned_zeros((len(rows), encoded_bytes(format, INPUTS, kind)))
-    encoder(*encoding_for(format, kind)).ctypes(
-        rows.ctypes.data, rows.strides[0], len(rows), INPUTS, encoded.ctypes.data, encoded.shape[1]
-    )
+    encoded = encode(matrix, rows, kind)
     results = np.full((len(rows), OUTPUTS), np.nan, np.float32)
-    tile_function(format, kind)(
-        encoded.ctypes.data, len(rows), matrix.tiles.ctypes.data, num_steps(format, INPUTS),
-        results.ctypes.data, results.strides[0],
+    tile_function(matrix.format, kind)(
+        encoded.ctypes.data, len(rows), matrix.tiles.ctypes.data,
+        num_steps(matrix.format, INPUTS), results.ctypes.data, results.strides[0],
     )  # fmt: skip
     return results
 
 
-def extreme_rows(name):
-    """Rows as in a file: of random bytes, then with all bits set or none, by turns."""
-    format, rng = FORMATS[format_number(name)], np.random.default_rng(0)
-    rows = rng.integers(0, 256, (OUTPUTS, row_bytes(format_number(name), INPUTS)), dtype=np.uint8)
-    rows[8:16], rows[16:24], rows[24:, ::2], rows[24:, 1::2] = 0, 255, 0, 255
-    if format.is_float:
-        numbers = rng.standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
-        bits = numbers.view(np.uint32) >> 16
-        kinds = {"F32": numbers, "F16": numbers.astype(np.float16), "BF16": bits.astype("u2")}
-        return kinds[name].view(np.uint8)
-    blocks = rows.reshape(OUTPUTS, -1, format.block_bytes)
-    for place in format.factors:  # 1, or 2 to the power of -3
-        one = 124 if name == "MXFP4" else np.frombuffer(np.float16(1).tobytes(), np.uint8)
-        blocks[..., place : place + np.size(one)] = one
-    return rows
+def extreme(name):
+    """A matrix and rows that it is multiplied by.
+
+    The matrix has rows of random bits, then with all bits set or none, by turns. The others are
+    random numbers, then 127 units everywhere, -127, and both by turns and by pairs.
+    """
+    format, (packed_rows, _) = FORMAT_OF[name], random_rows(name, OUTPUTS, INPUTS)
+    if not format.is_float:
+        packed_rows[8:16], packed_rows[16:24] = 0, 255
+        packed_rows[24:, ::2], packed_rows[24:, 1::2] = 0, 255
+        blocks = packed_rows.reshape(OUTPUTS, -1, format.block_bytes)
+        for place in format.factors:  # 1, or 2 to the power of -3
+            one = 124 if name == "MXFP4" else np.frombuffer(np.float16(1).tobytes(), np.uint8)
+            blocks[..., place : place + np.size(one)] = one
+    rows = normal(ROWS, INPUTS)
+    rows[1:5] = 1
+    rows[2], rows[3, ::2], rows[4].reshape(-1, 4)[:, :2] = -1, -1, -1
+    return pack(name, packed_rows, INPUTS), rows
 
 
-def inputs():
-    """Random numbers, then 127 units everywhere, -127, and both by turns and by pairs."""
-    rows = np.random.default_rng(1).standard_normal((ROWS, INPUTS)).astype(np.float32)
-    signs = np.ones((4, INPUTS), np.float32)
-    signs[1], signs[2, ::2], signs[3].reshape(-1, 4)[:, :2] = -1, -1, -1
-    rows[1:5] = signs
-    return rows
-
-
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", FORMAT_OF)
 def test_all_kinds_of_processors_give_the_same_bits(name):
     """Those that this machine has, also where sums are as large as they can be."""
-    matrix, rows = pack(name, extreme_rows(name)), inputs()
+    matrix, rows = extreme(name)
     expected = products(BY_NAME["plain integers"], matrix, rows)
     weights = dense_rows(matrix, np.arange(OUTPUTS)).astype(np.float64)
     whole = rows[1:5].astype(np.float64) @ weights.T  # these are exact in 8 bits
@@ -133,13 +105,13 @@ def test_all_kinds_of_processors_give_the_same_bits(name):
 @pytest.mark.parametrize("name", INTEGER_FORMATS)
 def test_sums_of_16_bits_that_overflow_are_seen(name):
     """The control: AVX2's sums as if weights had 2 bits. Those of 2 to 5 bits have room for it."""
-    avx2, format = BY_NAME["AVX2"], FORMATS[format_number(name)]
+    avx2, format = BY_NAME["AVX2"], FORMAT_OF[name]
 
     def add_up(emit, weights, bits, numbers, start):
         return avx2.add_up(emit, weights, 2, numbers, start)
 
     careless = replace(avx2, name="overflows", add_up=add_up, prepare=KINDS[0].prepare)
-    matrix, rows = pack(name, extreme_rows(name)), inputs()
+    matrix, rows = extreme(name)
     results = products(careless, matrix, rows), products(avx2, matrix, rows)
     has_room = format.bits <= 5 and not format.values
     assert np.array_equal(*results) == has_room
@@ -163,19 +135,22 @@ def test_what_kernels_compile_to(name, kind, triple, processor, instruction):
     parsed, machine = compiled_tile(format_number(name), BY_NAME[kind], triple, processor, "")
     lines = machine.emit_assembly(parsed).splitlines()
     found = [line for line in lines if re.search(instruction, line)]
-    groups = FORMATS[format_number(name)].block // 32
+    groups = FORMAT_OF[name].block // 32
     expected = 0 if name == "BF16" else 8 * groups * BY_NAME[kind].pieces
     assert len(found) >= expected > -1 and bool(found) == bool(expected)
     assert len([line for line in lines if re.match(r"\s+(call|bl)\w*\s", line)]) <= 2
 
 
 def test_the_kind_follows_the_features():
-    assert kind_for(set()).name == "plain integers"
-    assert kind_for({"avx2", "fma", "f16c"}).name == "AVX2"
-    assert kind_for({"avx2", "fma", "f16c", "avxvnni"}).name == "AVX-VNNI"
-    assert kind_for({"avx2", "fma", "f16c", "avx512f", "avx512bw"}).name == "AVX2"
-    assert kind_for({"neon", "dotprod", "i8mm"}).name == "NEON with i8mm"
-    assert kind_for({"neon", "dotprod"}).name == "NEON with dotprod"
+    for features, name in (
+        ("", "plain integers"),
+        ("avx2 fma f16c", "AVX2"),
+        ("avx2 fma f16c avxvnni", "AVX-VNNI"),
+        ("avx2 fma f16c avx512f avx512bw", "AVX2"),
+        ("neon dotprod i8mm", "NEON with i8mm"),
+        ("neon dotprod", "NEON with dotprod"),
+    ):
+        assert kind_for({*features.split()}).name == name
 
 
 @pytest.mark.skipif("avx2" not in FEATURES, reason="needs AVX2")

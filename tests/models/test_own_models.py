@@ -13,13 +13,14 @@ import torch
 from architectures import PACKED, plain_text, tiny
 from commands import call, refused, succeed
 from paths import ROOT
+from refusals import refusal
+from toys import PLAIN, TREE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sequoia_plan.artifacts import (
     ArgumentError,
     BenchResult,
     Profile,
-    SequoiaPlanError,
     TokenTree,
     load_tree,
 )
@@ -68,8 +69,7 @@ def test_the_page_from_profile_to_bench(folder, monkeypatch, run_briefly):
     for words in COMMANDS[2:]:
         run_briefly(*words, *short.get(words[0], []))
     profile, result = Profile.load("own.yaml"), BenchResult.load("b.json")
-    names = {role: profile.models[role]["name"] for role in ("target", "draft")}
-    assert names == {"target": "target", "draft": "draft"}
+    assert all(profile.models[role]["name"] == role for role in ("target", "draft"))
     tree = load_tree("own.safetensors")
     assert tree.plan.models == profile.models == result.models
     tree_methods = ["sequoia"] if tree.size > 1 else []
@@ -122,7 +122,9 @@ def test_what_cannot_be_loaded_is_one_line(monkeypatch, tmp_path):
 
 
 def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, monkeypatch):
-    """`int8` names it; a folder of that name is another draft."""
+    """`int8` names it, which is said without one; a folder of that name is another draft."""
+    with pytest.raises(ArgumentError, match="or use --draft int8"):
+        load_pair(str(folder / "target"))
     monkeypatch.chdir(tmp_path)
     for name, model in (("target", "target"), ("int8", "draft")):
         (tmp_path / name).symlink_to(folder / model)
@@ -135,11 +137,6 @@ def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, mon
     assert drafts[0]["content"] == target["content"] and target["weights"] == "F32"
 
 
-def test_a_target_without_a_draft_is_told_of_the_one_it_always_has(folder):
-    with pytest.raises(ArgumentError, match="or use --draft int8"):
-        load_pair(str(folder / "target"))
-
-
 def test_a_draft_is_cut_to_the_tokens_of_another():
     """Its logits are those of the whole head, and greedy text stays the target's."""
     file = str(embedded_gguf())
@@ -150,10 +147,9 @@ def test_a_draft_is_cut_to_the_tokens_of_another():
     for draft in (cut.draft, copy.deepcopy(cut.draft)):
         assert draft.backend.head(states).equal(whole.draft.backend.head(states)[:, d2t])
     assert whole.metadata["draft"] != cut.metadata["draft"]
-    shape = TokenTree.from_parents([-1, 0, 0, 1])
     texts = [
         SequoiaDecoder(cut.target, draft, tree, tokenizer=cut.tokenizer).generate("The sky", 24)
-        for draft, tree in ((cut.draft, shape), (None, TokenTree.from_parents([-1])))
+        for draft, tree in ((cut.draft, TREE), (None, PLAIN))
     ]
     assert texts[0].text == texts[1].text and texts[0].steps < texts[1].steps
     draft = loaded(tiny("Llama", **PACKED))
@@ -162,7 +158,7 @@ def test_a_draft_is_cut_to_the_tokens_of_another():
     assert own_bytes(draft, cut.target) < whole_bytes
     with pytest.raises(ArgumentError, match="expected an EAGLE-3 draft that covers"):
         load_pair(draft=file, draft_vocabulary=file)
-    with pytest.raises(SequoiaPlanError, match="covers token"):  # another target's tokens
+    with refusal("covers token"):  # another target's tokens
         load_pair(draft=file, draft_vocabulary=CODER_DRAFT)
 
 

@@ -1,73 +1,18 @@
 """Matrices in the bits of a GGUF file, and products by them."""
 
-from __future__ import annotations
-
-import gguf
 import numpy as np
 import pytest
+from matrices import FORMAT_OF, encode, normal, pack, random_rows
 
-from sequoia_plan.models.packed.encoding import encoder
-from sequoia_plan.models.packed.formats import (
-    FORMAT_NAMES,
-    FORMATS,
-    OUTPUTS,
-    format_number,
-    num_tiles,
-    row_bytes,
-    tile_bytes,
-)
+from sequoia_plan.models.packed.formats import OUTPUTS, row_bytes
 from sequoia_plan.models.packed.forward import multiply
-from sequoia_plan.models.packed.products import encoded_bytes, encoding_for
-from sequoia_plan.models.packed.tiles import (
-    Matrix,
-    aligned_zeros,
-    dense_rows,
-    pack_rows,
-    round_rows,
-)
+from sequoia_plan.models.packed.tiles import dense_rows, round_rows
 from sequoia_plan.models.packed.weights import describe
 
 NUM_OUTPUTS, INPUTS, ROWS = 70, 512, 35
 """No multiple of a tile's outputs; more rows than are encoded side by side."""
-all_formats = pytest.mark.parametrize("name", FORMAT_NAMES)
-
-
-def random_rows(name, outputs=NUM_OUTPUTS, inputs=INPUTS):
-    """Rows as in a file, and their weights as the package gguf reads them."""
-    rng, kind = np.random.default_rng(0), gguf.GGMLQuantizationType[name]
-    format = FORMATS[FORMAT_NAMES.index(name)]
-    if format.is_float:
-        weights = rng.standard_normal((outputs, inputs)).astype(np.float32)
-        rows = gguf.quants.quantize(weights, kind).view(np.uint8).reshape(outputs, -1)
-    else:
-        blocks = rng.integers(0, 256, (outputs, inputs // format.block, format.block_bytes))
-        blocks = blocks.astype(np.uint8)
-        for place in format.factors:  # random bits may be infinite
-            if name == "MXFP4":
-                blocks[..., place] = rng.integers(120, 128, blocks.shape[:2])
-            else:
-                factors = rng.normal(0, 0.1, blocks.shape[:2]).astype(np.float16)
-                blocks[..., place : place + 2] = factors[..., None].view(np.uint8)
-        rows = blocks.reshape(outputs, -1)
-    return rows, gguf.quants.dequantize(rows, kind).reshape(outputs, inputs)
-
-
-def pack(name, rows, inputs=INPUTS):
-    """A matrix whose tiles had other bytes before."""
-    format = FORMAT_NAMES.index(name)
-    tiles = aligned_zeros((num_tiles(len(rows)), tile_bytes(format, inputs)))
-    tiles[:] = 99
-    pack_rows(format, rows, inputs, tiles)
-    return Matrix(format, len(rows), inputs, tiles)
-
-
-def encode(matrix, rows):
-    encoded = aligned_zeros((len(rows), encoded_bytes(matrix.format, matrix.inputs)))
-    encoder(*encoding_for(matrix.format)).ctypes(
-        rows.ctypes.data, rows.strides[0], len(rows), matrix.inputs, encoded.ctypes.data,
-        encoded.shape[1],
-    )  # fmt: skip
-    return encoded
+SHAPE = NUM_OUTPUTS, INPUTS
+all_formats = pytest.mark.parametrize("name", FORMAT_OF)
 
 
 def products(matrix, rows):
@@ -78,9 +23,13 @@ def products(matrix, rows):
     return results
 
 
+def weights_of(matrix):
+    return dense_rows(matrix, np.arange(matrix.outputs))
+
+
 def read_rows(name, rows):
     """Rows as an encoder stores them: in 8 bits with a scale for each 16, or as they are."""
-    if FORMATS[FORMAT_NAMES.index(name)].is_float:
+    if FORMAT_OF[name].is_float:
         return rows.astype(np.float64)
     parts = rows.reshape(len(rows), -1, 16)
     largest = np.abs(parts).max(-1, keepdims=True)
@@ -98,12 +47,12 @@ def error(results, rows, weights):
 @all_formats
 def test_tiles_are_what_the_package_gguf_reads(name):
     """A part of the rows goes to its own tiles, in as many bytes as the file has."""
-    rows, weights = random_rows(name)
-    matrix = pack(name, rows)
-    np.testing.assert_array_equal(dense_rows(matrix, np.arange(NUM_OUTPUTS)), weights)
+    rows, weights = random_rows(name, *SHAPE)
+    matrix = pack(name, rows, INPUTS)
+    np.testing.assert_array_equal(weights_of(matrix), weights)
     some = np.array([69, 0, 33, 33])
     np.testing.assert_array_equal(dense_rows(matrix, some), weights[some])
-    np.testing.assert_array_equal(pack(name, rows[OUTPUTS:]).tiles, matrix.tiles[1:])
+    np.testing.assert_array_equal(pack(name, rows[OUTPUTS:], INPUTS).tiles, matrix.tiles[1:])
     assert rows.shape[1] == row_bytes(matrix.format, INPUTS)
     assert matrix.tiles.shape[1] <= 1.03 * OUTPUTS * rows.shape[1]
 
@@ -111,9 +60,8 @@ def test_tiles_are_what_the_package_gguf_reads(name):
 @all_formats
 def test_products_are_exact_and_the_same_beside_other_rows(name):
     """Against float64 with rows rounded alike; and with another weight, off by more than that."""
-    packed_rows, weights = random_rows(name)
-    matrix = pack(name, packed_rows)
-    rows = np.random.default_rng(1).standard_normal((ROWS, INPUTS)).astype(np.float32)
+    packed_rows, weights = random_rows(name, *SHAPE)
+    matrix, rows = pack(name, packed_rows, INPUTS), normal(ROWS, INPUTS)
     results = products(matrix, rows)
     read, bound = read_rows(name, rows), 1e-2 if name == "BF16" else 1e-6
     assert error(results, read, weights) < bound < error(results, read, np.roll(weights, 1, 1))
@@ -124,13 +72,13 @@ def test_products_are_exact_and_the_same_beside_other_rows(name):
 
 def test_rows_too_small_to_scale_are_zeros():
     """The inverse of their scale would be infinite, and their products NaN."""
-    packed_rows, weights = random_rows("Q8_0")
-    rows = np.random.default_rng(1).standard_normal((4, INPUTS)).astype(np.float32)
+    packed_rows, weights = random_rows("Q8_0", *SHAPE)
+    rows = normal(4, INPUTS)
     least = np.float32(127 / 2.0**127)
     rows[0, 16:32], rows[1, :16] = least * rows[0, 16:32].clip(-1, 1), 0
     rows[2, :16] = np.linspace(-1.01, 1.01, 16, dtype=np.float32) * least  # scaled as others
     rows[3, :16] = np.nan
-    results = products(pack("Q8_0", packed_rows), rows)[:, :NUM_OUTPUTS]
+    results = products(pack("Q8_0", packed_rows, INPUTS), rows)[:, :NUM_OUTPUTS]
     assert np.isfinite(results[:3]).all() and np.isnan(results[3]).all()
     assert error(results[:3], rows[:3], weights) < 1e-2
 
@@ -138,29 +86,20 @@ def test_rows_too_small_to_scale_are_zeros():
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q5_1"])
 def test_sizes_that_are_no_multiple_of_anything(name):
     """Inputs of a row end in the middle of a group, in formats that have no blocks."""
-    inputs = 70 if FORMATS[FORMAT_NAMES.index(name)].is_float else 96
+    inputs = 70 if FORMAT_OF[name].is_float else 96
     packed_rows, weights = random_rows(name, 33, inputs)
     matrix = pack(name, packed_rows, inputs)
-    np.testing.assert_array_equal(dense_rows(matrix, np.array([32])), weights[32:])
-    rows = np.zeros((3, 96), np.float32)
-    rows[:, :inputs] = np.random.default_rng(1).standard_normal((3, inputs))
+    np.testing.assert_array_equal(weights_of(matrix), weights)
+    rows = np.pad(normal(3, inputs), ((0, 0), (0, 96 - inputs)))
     results = products(matrix, rows)
     assert error(results, read_rows(name, rows)[:, :inputs], weights) < 1e-2
     assert not results[:, 33:].any()
 
 
-def test_another_format_is_named():
-    with pytest.raises(ValueError, match=r"weights in IQ3_S, expected one of F32, .* is Q3_K"):
-        format_number("IQ3_S")
-
-
 def test_the_sum_of_a_group_is_that_of_its_rounded_numbers():
     """With the exact sum, a weight's offset would not cancel."""
-    rng = np.random.default_rng(2)
-    weights = rng.standard_normal((NUM_OUTPUTS, INPUTS)).astype(np.float32)
-    matrix = pack("Q4_1", round_rows(weights, 4))
-    weights = dense_rows(matrix, np.arange(NUM_OUTPUTS)).astype(np.float64)
-    rows = rng.standard_normal((ROWS, INPUTS)).astype(np.float32) + 3
+    matrix = pack("Q4_1", round_rows(normal(*SHAPE, seed=2), 4), INPUTS)
+    weights, rows = weights_of(matrix).astype(np.float64), normal(ROWS, INPUTS) + 3
     ours = products(matrix, rows)[:, :NUM_OUTPUTS]
     offsets = weights.reshape(NUM_OUTPUTS, -1, 32).min(-1)
     sums = (rows.astype(np.float64) - read_rows("Q4_1", rows)).reshape(ROWS, -1, 32).sum(-1)
@@ -171,9 +110,9 @@ def test_the_sum_of_a_group_is_that_of_its_rounded_numbers():
 
 @pytest.mark.parametrize(("bits", "name"), [(8, "Q8_0"), (4, "Q4_1")])
 def test_rounded_rows_are_off_by_half_a_step(bits, name):
-    weights = np.random.default_rng(3).standard_normal((NUM_OUTPUTS, INPUTS)).astype(np.float32)
+    weights = normal(*SHAPE)
     weights[5] = 0
-    rounded_weights = dense_rows(pack(name, round_rows(weights, bits)), np.arange(NUM_OUTPUTS))
+    rounded_weights = weights_of(pack(name, round_rows(weights, bits), INPUTS))
     groups = weights.reshape(NUM_OUTPUTS, -1, 32)
     steps = np.abs(groups).max(-1) / 127 if bits == 8 else np.ptp(groups, -1) / 15
     bound = (0.51 + 2.0 ** (bits - 12)) * steps.repeat(32, 1) + 2e-3 * (bits == 4)

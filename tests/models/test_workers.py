@@ -1,7 +1,5 @@
 """How threads of a pass share its work, and the parts of a head that each may compute."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

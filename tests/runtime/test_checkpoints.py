@@ -6,10 +6,14 @@ What does not fit is one line that says why, and the command line needs no optio
 import gguf
 import pytest
 import torch
+from gguf_files import add_metadata, by_neighbours, names_of, settings_of
 from gguf_files import write as write_gguf
+from refusals import refusal
+from toys import TREE
+from transformers import LlamaConfig
 
 from drafts import PARTS, eagle3_parts, load, small_target, write
-from sequoia_plan.artifacts import Profile, SequoiaPlanError, TokenTree, load_tree, save_tree
+from sequoia_plan.artifacts import Profile, load_tree, save_tree
 from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 
@@ -85,7 +89,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_one_line(name, tmp_path):
     parts, message = BAD[name]
-    with pytest.raises(SequoiaPlanError, match=message) as error:
+    with refusal(message) as error:
         load(write(tmp_path / "a-draft", *parts()), TARGET)
     assert "a-draft: " in str(error.value) and "\n" not in str(error.value)
 
@@ -117,7 +121,7 @@ def test_profile_solve_generate_with_no_option_but_the_draft(
     assert profile.models["draft"]["name"] == algorithm
     run_briefly("solve")
     assert load_tree("tree.safetensors").plan.drafting == profile.drafting
-    save_tree(TokenTree.from_parents([-1, 0, 0, 1, 1, 3]), "wide.safetensors")
+    save_tree(TREE, "wide.safetensors")
     for tree in ("tree.safetensors", "wide.safetensors"):
         run_briefly("generate", *models, "--tree", tree, "--max-new-tokens", "12")
 
@@ -134,6 +138,7 @@ def test_remarks(folders, tmp_path):
     pair = load_pair(folders["target"], write(tmp_path / "draft", config, weights), dtype="float32")
     not_compiled, draft_neither, short = sorted(pair.remarks, reverse=True)
     assert not_compiled.startswith("target: PyTorch runs it")
+    assert pair.placement == "fused" and "is not compiled: heads of 8 numbers" in not_compiled
     assert "draft: PyTorch runs it, its pass is not compiled: " in draft_neither
     assert "trained on up to 64 tokens (max_position_embeddings), the target reads 256" in short
 
@@ -146,56 +151,41 @@ def test_a_streamed_target_gives_its_hidden_states_too(folders, tmp_path):
             load_pair(*names, dtype="float32"),
             load_pair(*names, dtype="float32", offload="disk", memory="40MB"),
         ]
-        tree, prompt = TokenTree.from_parents([-1, 0, 0, 1, 1, 3]), list(range(5, 30))
-        decoders = [SequoiaDecoder(pair.target, pair.draft, tree) for pair in pairs]
         first, second = (
-            decoder.generate(prompt, 20, 1.0, seed=0).sequences for decoder in decoders
+            SequoiaDecoder(pair.target, pair.draft, TREE)
+            .generate(list(range(5, 30)), 20, 1.0, seed=0)
+            .sequences
+            for pair in pairs
         )
         assert "streamed" in pairs[1].placement and first.equal(second)
 
 
 def write_gguf_draft(path, permutes=True, **more):
     """The EAGLE-3 draft as llama.cpp's converter writes it; with `more` metadata."""
-    writer, config = gguf.GGUFWriter(path, "eagle3"), LAYERS
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    settings = {
-        "block_count": 1, "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"], "vocab_size": config["vocab_size"],
-        "attention.head_count": heads["q"], "attention.head_count_kv": heads["k"],
-        "attention.key_length": config["head_dim"], "context_length": 64,
-        "rope.dimension_count": config["head_dim"],
-    } | more  # fmt: skip
-    for key, value in settings.items():
-        writer.add_uint32(f"eagle3.{key}", value)
-    writer.add_float32("eagle3.rope.freq_base", 10000.0)
-    writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
-    writer.add_bool("eagle3.norm_before_residual", False)
-    writer.add_array("eagle3.target_layers", [1, 2, 3])
-    names = {
-        "midlayer.": "blk.0.", "layers.0.": "blk.0.", "input_layernorm": "attn_norm",
-        "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm", "_proj": "",
-        "self_attn.o": "attn_output", "self_attn.": "attn_", "mlp.": "ffn_", "lm_head": "output",
-        "embed_tokens": "token_embd",
-    }  # fmt: skip
+    config, writer = LlamaConfig(**LAYERS), gguf.GGUFWriter(path, "eagle3")
+    settings = {"block_count": 1, "norm_before_residual": False, "target_layers": [1, 2, 3]}
+    add_metadata(writer, "eagle3", settings_of(config) | settings | more)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    names = {"midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight"}
+    names["norm.weight"] = "output_norm.weight"
     for name, weight in WEIGHTS.items():
         if name == "t2d":
             continue
-        values = weight.float().numpy()
         if name == "d2t":
-            values = (weight + torch.arange(weight.numel())).numpy()
-        elif permutes and (count := heads.get(name[-13:-12])) and name.endswith("_proj.weight"):
-            halves = values.reshape(count, 2, -1, values.shape[1])
-            values = halves.swapaxes(1, 2).reshape(values.shape).copy()
-        for theirs, own in names.items():
-            name = name.replace(theirs, own)
-        writer.add_tensor("output_norm.weight" if name == "norm.weight" else name, values)
+            weight = weight + torch.arange(weight.numel())
+        values, count = weight.numpy(), heads.get(name[-13:-12])
+        if permutes and count and name.endswith("_proj.weight"):
+            values = by_neighbours(values, count)
+        theirs = name.replace("midlayer.", "model.layers.0.")
+        theirs = names_of("llama").get_name(theirs, (".weight",))
+        writer.add_tensor(names.get(name) or theirs or name, values)
     write_gguf(writer)
     return str(path)
 
 
 def test_a_gguf_draft_is_its_folders(tmp_path):
     """Weights, tokens and hidden states; unpermuted heads, as of another writer, would differ."""
-    folder = write(tmp_path / "folder", *eagle3_parts(TARGET))
+    folder = write(tmp_path / "folder", LAYERS, WEIGHTS)
     expected, draft = load(folder, TARGET), load(write_gguf_draft(tmp_path / "d.gguf"), TARGET)
     state = draft.state_dict()
     assert draft.d2t.equal(expected.d2t) and draft.norms == expected.norms
@@ -206,12 +196,12 @@ def test_a_gguf_draft_is_its_folders(tmp_path):
         f"layers.0.self_attn.{name}_proj.weight" for name in "qk"
     ]
     path = tmp_path / "more.gguf"
-    with pytest.raises(SequoiaPlanError, match=r"more\.gguf: .*expert_count"):
+    with refusal(r"more\.gguf: .*expert_count"):
         load(write_gguf_draft(path, expert_count=3), TARGET)
     data = (tmp_path / "d.gguf").read_bytes()
     path.write_bytes(data.replace(b"embedding_length", b"embedding_lengtH"))
-    with pytest.raises(SequoiaPlanError, match=r"more\.gguf: no whole EAGLE-3 draft"):
+    with refusal(r"more\.gguf: no whole EAGLE-3 draft"):
         load(path, TARGET)
     path.write_bytes(data[:-999])
-    with pytest.raises(SequoiaPlanError, match=r"more\.gguf: no whole GGUF file"):
+    with refusal(r"more\.gguf: no whole GGUF file"):
         load(path, TARGET)

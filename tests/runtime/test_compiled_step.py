@@ -1,21 +1,19 @@
 """Compiled steps against steps by parts, which are enumerated, on the same random numbers."""
 
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from weakref import ref
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
-from scripted import token_probs_of_texts
+from refusals import refusal
+from scripted import joint_law_p_value
+from spies import spy
 from strategies import looking_up
-from toys import first_tokens
+from toys import PLAIN
+from workers import interrupt_first_worker, use_workers
 
-from drafts import eagle3_parts, load, small_target, write
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
-from sequoia_plan.models.packed.packed_pass import Workers
+from drafts import built, eagle3_parts, small_target
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.captured_step import CapturedStep, catch_up
 from sequoia_plan.runtime.compiled import compiled_step
@@ -25,12 +23,12 @@ from sequoia_plan.runtime.sequence import SequenceState
 pytestmark = pytest.mark.slow
 
 PROMPT = torch.tensor([2, 1, 2, 0, 1, 2, 0, 1])
-BASE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
+BASE = TokenTree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 SPINE = looking_up(0, 0, 1, 1, 2, 3, 6)
 FAMILY = TokenTree(
     BASE.parents, by_match={1: SPINE, 2: looking_up(0, 0, 1, 2, 2), 3: looking_up(*range(4))}
 )
-TREES = {"plain": TokenTree.chain(1), "one": BASE, "family": FAMILY}
+TREES = {"plain": PLAIN, "one": BASE, "family": FAMILY}
 SAMPLINGS = [
     Sampling(),
     *(
@@ -56,8 +54,7 @@ def pair(kind, vocabulary=12):
     target = small(0, vocabulary)
     if kind == "EAGLE-3":
         parts = eagle3_parts(target, d2t=range(0, vocabulary, 2), head_dim=32)
-        with tempfile.TemporaryDirectory() as folder:
-            draft = load(write(Path(folder) / "draft", *parts), target)
+        draft = built(target, *parts)
         draft.compiled = PackedEagle(draft)
         return target, draft
     draft = small(5, vocabulary // 2 if kind == "part of the vocabulary" else vocabulary)
@@ -94,8 +91,7 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
     num_different = [0, 0]
     for (name, tree), workers in zip(trees.items(), (1, 2, 3), strict=False):
         decoder = SequoiaDecoder(*models, tree)
-        runner = decoder.step.target.backend.runner
-        runner.workers, runner.scratch_rows = Workers(workers), 0
+        use_workers(decoder.step.target.backend, workers)
         for sampling in SAMPLINGS:
             for seed in range(6):
                 ours = outputs(decoder, seed, sampling)
@@ -116,18 +112,9 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
 @pytest.mark.parametrize("verifier", ["sequoia", "traversal"])
 def test_joint_law_of_two_tokens(kind, verifier, monkeypatch):
     """Chi-square; in the control, path and bonus token share their random number."""
-    sampling, runs = Sampling(4.0, verifier=verifier), 20000
-    target, draft = pair(kind, 4)
-    decoder = SequoiaDecoder(target, draft, TokenTree.from_parents([-1, 0, 0, 1]))
-    prompt = PROMPT[:3].tolist()
-    expected = token_probs_of_texts(target, prompt, 2, sampling).prod(-1).flatten() * runs
-
-    def p_value():
-        new = first_tokens(prompt, None, range(runs), None, 2, sampling, decoder)
-        observed = np.bincount(np.ravel_multi_index(new.T, [4, 4]), minlength=16)
-        return chisquare(observed, expected).pvalue
-
-    assert p_value() > 1e-3
+    decoder = SequoiaDecoder(*pair(kind, 4), TokenTree([-1, 0, 0, 1]))
+    law = decoder, [2, 1, 2], 2, 20000, Sampling(4.0, verifier=verifier)
+    assert joint_law_p_value(*law) > 1e-3
     refill = SequenceState.refill_random_numbers
 
     def shared(sequence, count):
@@ -135,24 +122,18 @@ def test_joint_law_of_two_tokens(kind, verifier, monkeypatch):
         sequence.uniforms[1] = sequence.uniforms[0]
 
     monkeypatch.setattr(SequenceState, "refill_random_numbers", shared)
-    assert p_value() < 1e-9
+    assert joint_law_p_value(*law) < 1e-9
 
 
 def test_faults_leave_the_decoder_usable(monkeypatch):
     """Logits that are not finite, an interrupt, an exception in a streamer, and two at once."""
     target, draft = pair("language model")
     decoders = [SequoiaDecoder(target, draft, tree) for tree in (BASE, FAMILY)]
-    runner = decoders[0].step.target.backend.runner
-    runner.workers, runner.scratch_rows = Workers(2), 0
+    backend = decoders[0].step.target.backend
+    use_workers(backend, 2)
     expected = decoders[0].generate(PROMPT, 40).sequences
 
-    def interrupted(worker, *arguments):
-        if worker == 0:
-            raise KeyboardInterrupt
-        decode(worker, *arguments)
-
-    decode = compiled_step.decode
-    monkeypatch.setattr(compiled_step, "decode", interrupted)
+    spy(monkeypatch, compiled_step, "decode", interrupt_first_worker)
     with pytest.raises(KeyboardInterrupt):
         decoders[0].generate(PROMPT, 40)
     monkeypatch.undo()
@@ -161,21 +142,20 @@ def test_faults_leave_the_decoder_usable(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         texts = pool.map(lambda i: decoders[i % 2].generate(PROMPT, 40).sequences, range(12))
         assert all(text.equal(expected) for text in texts)
-    for part, role in (
+    for module, role in (
         (draft.lm_head, "draft"),
         (target.lm_head, "target"),
         (target.model.embed_tokens, "target"),  # with nan, so are keys and values
     ):
-        weight = part.weight.data
-        before = weight.clone()
+        weight, before = module.weight.data, module.weight.data.clone()
         weight[expected[0, PROMPT.numel()]] = torch.nan
         decoders[0].refresh()
-        with pytest.raises(SequoiaPlanError, match=f"{role}: logits"):
+        with refusal(f"{role}: logits"):
             decoders[0].generate(PROMPT, 40)
         weight.copy_(before)
         decoders[0].refresh()
         assert decoders[0].generate(PROMPT, 40).sequences.equal(expected)
-    assert decoders[0].step.target.backend.runner.workers.count == 2
+    assert backend.runner.workers.count == 2
 
 
 def test_a_step_keeps_the_weights_that_it_reads():
@@ -191,15 +171,13 @@ def test_a_step_keeps_the_weights_that_it_reads():
 
 def test_a_tree_alone_that_looks_up_is_refused():
     target, _ = pair("none")
-    with pytest.raises(SequoiaPlanError, match="its spine is looked up"):
+    with refusal("its spine is looked up"):
         SequoiaDecoder(target, None, FAMILY.for_match(3))
 
 
 def test_a_prompt_of_one_token_is_not_left_unread():
     """Its draft's keys are its own, also if the first steps do not draft."""
-    tree = TokenTree(
-        TokenTree.chain(1).parents, by_match={1: TokenTree.from_parents([-1, 0, 0, 1])}
-    )
+    tree = TokenTree([-1], by_match={1: TokenTree([-1, 0, 0, 1])})
     texts = []
     for before in ([1, 11, 10, 0] * 6, [9, 8, 7, 6] * 6):
         decoder = SequoiaDecoder(*pair("language model"), tree)

@@ -9,23 +9,24 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from architectures import plain_text, resembling, tiny
+from architectures import plain_text, resembling, tiny, tokens_of
 from operations import Operations
+from refusals import refusal
 from simulated import Cuda, simulate_capture
 from torch._subclasses.fake_tensor import FakeTensorMode
-from toys import TREE, ToyModel, toy_decoder
+from toys import PLAIN, TREE, ToyModel, normal, text_inside_generate, toy_decoder
 
 from drafts import small_pair
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models import loaded_model
 from sequoia_plan.models.layers.attention import attend_shared_heads, attending
-from sequoia_plan.runtime import SequoiaDecoder, captured_step, sequoia
+from sequoia_plan.runtime import SequoiaDecoder, captured_step
 from sequoia_plan.runtime.capture import Graphs
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.sampling import sampling
 
 pytestmark = pytest.mark.slow
-CUDA = torch.device("cuda", 0)
+CUDA, IDS = torch.device("cuda", 0), torch.tensor([[5, 6, 7, 8]])
 
 
 def simulated():
@@ -176,8 +177,7 @@ def models():
 
 
 def test_weights_that_were_moved_make_new_graphs(models):
-    target, _ = models
-    decoder = SequoiaDecoder(*models, TREE)
+    target, decoder = models[0], SequoiaDecoder(*models, TREE)
     step = decoder.step
     simulate_capture(step)
     first = decoder.generate([5, 6, 7], 20).sequences
@@ -187,19 +187,16 @@ def test_weights_that_were_moved_make_new_graphs(models):
     assert step.sequence.version == version + 1 == step.models.graphs.version
     assert step.models.graphs.captures == captures  # captured anew
     target.double()
-    with pytest.raises(SequoiaPlanError, match=r"llama: .*dtype changed .*; make it anew"):
+    with refusal(r"llama: .*dtype changed .*; make it anew"):
         decoder.generate([5, 6, 7], 4)
 
 
 def test_custom_generate_makes_a_new_decoder_for_a_model_that_was_moved(models):
-    target, draft = models
-    settings = dict(custom_generate=sequoia, draft=draft, tree=TREE)
-    ids = torch.tensor([[5, 6, 7, 8]])
     for dtype in (torch.float32, torch.float64):
         for model in models:
             model.to(dtype)
-        expected = plain_text(target, ids, 12)
-        assert plain_text(target, ids, 12, **settings).equal(expected)
+        expected = plain_text(models[0], IDS, 12)
+        assert text_inside_generate(*models, IDS, max_new_tokens=12).equal(expected)
 
 
 # What is measured, and sums in no fixed order
@@ -207,7 +204,7 @@ def test_custom_generate_makes_a_new_decoder_for_a_model_that_was_moved(models):
 
 def test_whole_numbers_add_up_alike_in_any_order():
     """And floats, the control, do not. Only on a device, whose sums have no fixed order."""
-    p = torch.softmax(torch.randn(200_000, generator=torch.Generator().manual_seed(0)), -1)
+    p = torch.softmax(normal(200_000), -1)
     assert sampling.summands(p, 0.9)[0] is p
     assert sampling.summands(p.to("meta"), 0.9)[0].dtype == torch.int64
     orders = [torch.randperm(p.numel()) for _ in range(9)]
@@ -222,7 +219,7 @@ def test_whole_numbers_add_up_alike_in_any_order():
 # Passes of a model
 
 
-@pytest.mark.parametrize("tree", [TREE, TokenTree.chain(1)], ids=["tree", "plain"])
+@pytest.mark.parametrize("tree", [TREE, PLAIN], ids=["tree", "plain"])
 def test_heads_that_share_keys_and_values_do_not_copy_them(tree):
     """transformers (the control) copies both in each of three layers; the logits are the same."""
     counts, logits = [], []
@@ -258,8 +255,8 @@ def test_attention_with_a_mask_names_its_kernel(key_heads, tokens):
 def test_attention_is_replaced_in_our_passes_only():
     """The model's own `generate` returns the same tokens before and after our steps, and passes of
     one model may overlap."""
-    model, ids = tiny("Llama"), torch.tensor([[5, 6, 7, 8]])
-    expected = plain_text(model, ids, 20)
+    model = tiny("Llama")
+    expected = plain_text(model, IDS, 20)
     passes = attending(model.config), attending(model.config)
     passes[0].__enter__()
     decoder = SequoiaDecoder(model, tiny("Llama"), TREE)
@@ -267,14 +264,14 @@ def test_attention_is_replaced_in_our_passes_only():
     for each in passes:
         each.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa"
-    assert decoder.generate(ids, 20).sequences.equal(expected)
-    assert plain_text(model, ids, 20).equal(expected)
+    assert decoder.generate(IDS, 20).sequences.equal(expected)
+    assert plain_text(model, IDS, 20).equal(expected)
 
 
 @pytest.mark.parametrize("length", [2, 64, 65, 1500])
 def test_a_prompt_in_fixed_shapes_is_the_same_prompt(length, monkeypatch):
     """Padding changes no token, and the model sees few shapes."""
-    prompt = torch.randint(90, (length,), generator=torch.Generator().manual_seed(0))
+    prompt = tokens_of(length)
     model, shapes = tiny("Llama", max_position_embeddings=4096), []
     decoder = SequoiaDecoder(model, tiny("Llama"), TREE)
     step = decoder.step
@@ -282,12 +279,11 @@ def test_a_prompt_in_fixed_shapes_is_the_same_prompt(length, monkeypatch):
     for settings in (loaded_model.PREFILL_CHUNK, loaded_model.PREFILL_MULTIPLES):
         monkeypatch.setitem(settings, "cpu", settings["cuda"])
     assert decoder.generate(prompt, 20).sequences.equal(expected)
-    model.register_forward_pre_hook(
-        lambda model, args, given: shapes.append(
-            (given["input_ids"].shape[1], given["attention_mask"].shape[3])
-        ),
-        with_kwargs=True,
-    )
+
+    def note(model, args, given):
+        shapes.append((given["input_ids"].shape[1], given["attention_mask"].shape[3]))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
     with torch.inference_mode():
         step.prefill(prompt, 600, seed=0)
     capacity = step.sequence.target.capacity

@@ -1,13 +1,18 @@
 """EAGLE and DFlash drafts: their logits against implementations that are not ours."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from architectures import tokens_of
+from toys import normal
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafts import (
     PARTS,
     assert_close,
+    built,
     eagle1_parts,
     eagle3_parts,
     golden,
@@ -18,7 +23,7 @@ from drafts import (
     write,
 )
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.base.masks import causal_mask
 from sequoia_plan.models.layers.int8 import ROWS_AT_A_TIME, rows_in_8_bits
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
@@ -27,7 +32,7 @@ EAGLE3, DFLASH = golden("eagle3"), golden("dflash")
 DEPTH = 4
 FORK = 12
 """The slot of the root after which the two texts of the golden file differ."""
-TREE = TokenTree.from_parents([-1, 0, 0, 1, 2, 3, 4, 5, 6])
+TREE = TokenTree([-1, 0, 0, 1, 2, 3, 4, 5, 6])
 pytestmark = pytest.mark.slow
 
 
@@ -59,13 +64,13 @@ def flat(config, weights, layout):
 @pytest.mark.parametrize("layout", ["speculators", "SpecForge", "AngelSlim"])
 @pytest.mark.parametrize("variant", EAGLE3)
 @torch.no_grad()
-def test_logits_of_eagle3_are_those_of_speculators(variant, layout, tmp_path):
+def test_logits_of_eagle3_are_those_of_speculators(variant, layout):
     """Along a chain from every root, and along two branches of one tree."""
     config, weights, expected = EAGLE3[variant]
     if layout != "speculators" and config["transformer_layer_config"]["num_hidden_layers"] > 1:
         pytest.skip("those trainers write one layer")
     parts = (config, weights) if layout == "speculators" else flat(config, weights, layout)
-    draft = load(write(tmp_path / "draft", *parts), small_target())
+    draft = built(small_target(), *parts)
     assert draft.aux_hidden_state_layers == (1, 2, 4)
     # in training, speculators counts the window of deeper rows from the first row
     levels = 1 if variant == "window" else DEPTH
@@ -83,12 +88,12 @@ def test_logits_of_eagle3_are_those_of_speculators(variant, layout, tmp_path):
             assert_close(row, expected[f"{name}.logits"][level, FORK - 1])
 
 
-def test_a_window_longer_than_the_text_hides_nothing(tmp_path):
+def test_a_window_longer_than_the_text_hides_nothing():
     config, weights, expected = EAGLE3["window"]
     layer, logits = config["transformer_layer_config"], []
     for changes in ({"sliding_window": 4096}, {"layer_types": ["full_attention"] * 2}):
         longer = config | {"transformer_layer_config": layer | changes}
-        draft = load(write(tmp_path / "draft", longer, weights), small_target())
+        draft = built(small_target(), longer, weights)
         text = EagleDrafter, draft, expected["chain.tokens"], expected["features"]
         logits.append(torch.cat(logits_of_tree(*started(*text, 19), TREE)))
     assert_close(*logits)
@@ -97,14 +102,14 @@ def test_a_window_longer_than_the_text_hides_nothing(tmp_path):
 @pytest.mark.parametrize("layout", ["speculators", "z-lab"])
 @pytest.mark.parametrize("variant", DFLASH)
 @torch.no_grad()
-def test_logits_of_dflash_are_those_of_speculators(variant, layout, tmp_path):
+def test_logits_of_dflash_are_those_of_speculators(variant, layout):
     config, weights, expected = DFLASH[variant]
     if layout == "z-lab" and variant != "plain":
         pytest.skip("that layout counts windows in another way")
     parts = (config, weights) if layout == "speculators" else flat(config, weights, layout)
     target = small_target()
     target.model.embed_tokens.weight.data = expected["embeddings"]
-    draft = load(write(tmp_path / "draft", *parts), target)
+    draft = built(target, *parts)
     assert draft.aux_hidden_state_layers == (1, 3)
     for row, anchor in enumerate(expected["anchors"].tolist()):
         text = DFlashDrafter, draft, expected["tokens"], expected["features"]
@@ -132,7 +137,7 @@ def eagle1_by_description(weights, config, target, tokens, features, root, deepe
     for level in range(deeper + 1):
         x = (torch.stack(rows) @ weights["fc.weight"].T + weights["fc.bias"])[None]
         slots = torch.arange(len(rows))
-        mask = additive_mask(slots <= slots[:, None], torch.float32)[None, None]
+        mask = causal_mask(slots, len(slots), torch.float32)[None, None]
         x = layer(x, attention_mask=mask, position_embeddings=rotary(x, slots[None]))[0]
         logits.append(target.lm_head(x[-1]))
         rows.append(torch.cat([embeddings[tokens[root + 1 + level]], x[-1]]))
@@ -140,14 +145,12 @@ def eagle1_by_description(weights, config, target, tokens, features, root, deepe
 
 
 @torch.no_grad()
-def test_eagle1_is_what_its_paper_describes(tmp_path):
+def test_eagle1_is_what_its_paper_describes():
     """No library on the package index has this model."""
     target = small_target()
     config, weights = eagle1_parts(target)
-    draft = load(write(tmp_path / "draft", config, weights), target)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(48, (20,), generator=generator)
-    features = torch.randn(20, 16, generator=generator)
+    draft = built(target, config, weights)
+    tokens, features = tokens_of(20) % 48, normal(20, 16)
     for root in (1, 2, 5, 11):
         expected = eagle1_by_description(weights, config, target, tokens, features, root, deeper=3)
         text = started(EagleDrafter, draft, tokens, features, root)
@@ -189,15 +192,13 @@ def logits_by_parent(weights, hidden, logits, parent):
 
 @pytest.mark.parametrize("algorithm", ["DFlash 2", "DSpark"])
 @torch.no_grad()
-def test_logits_by_parent_are_what_the_sources_describe(algorithm, tmp_path, monkeypatch):
+def test_logits_by_parent_are_what_the_sources_describe(algorithm, monkeypatch):
     """After each node of a tree; the rows without a parent's token are those of DFlash."""
     target = small_target()
     config, weights = PARTS[algorithm](target)
     unused = {"confidence_head.proj.weight": torch.ones(1, 19)}
-    draft = load(write(tmp_path / "draft", config, weights | unused), target)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randperm(48, generator=generator)
-    features = torch.randn(30, 32, generator=generator)
+    draft = built(target, config, weights | unused)
+    tokens, features = normal(48).argsort(), normal(30, 32)
     drafter, sequence = started(DFlashDrafter, draft, tokens, features, 11)
     assert drafter.drafting.pass_widths(TREE.num_parents_by_level) == [5]
     logits, hidden = torch.cat(logits_of_tree(drafter, sequence, TREE)), []
@@ -226,21 +227,19 @@ def test_torch_checkpoints_are_read_as_well(tmp_path):
     """EAGLE's own folders hold pytorch_model.bin."""
     target = small_target()
     for parts in (eagle1_parts(target), eagle3_parts(target)):
-        folder = write(tmp_path / "draft", *parts)
+        folder = Path(write(tmp_path / parts[0]["architectures"][0], *parts))
         first = load(folder, target).state_dict()
-        (tmp_path / "draft" / "model.safetensors").unlink()
-        torch.save(parts[1], tmp_path / "draft" / "pytorch_model.bin")
-        assert all(
-            value.equal(first[name]) for name, value in load(folder, target).state_dict().items()
-        )
-        (tmp_path / "draft" / "pytorch_model.bin").unlink()
+        (folder / "model.safetensors").unlink()
+        torch.save(parts[1], folder / "pytorch_model.bin")
+        second = load(folder, target).state_dict()
+        assert all(second[name].equal(tensor) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_weight_of_a_draft_file_is_off_by_at_most_half_its_rows_scale(dtype):
     """Rows are of very different sizes, one of them all zeros."""
-    weight = torch.randn(ROWS_AT_A_TIME + 50, 24, generator=torch.Generator().manual_seed(0))
-    weight *= torch.logspace(-4, 2, len(weight))[:, None]
+    count = ROWS_AT_A_TIME + 50
+    weight = normal(count, 24) * torch.logspace(-4, 2, count)[:, None]
     weight[3] = 0
     integers, scales = rows_in_8_bits(weight, dtype)
     assert integers.dtype == torch.int8 and scales.dtype == dtype

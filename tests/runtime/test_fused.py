@@ -5,13 +5,14 @@ They run on a CUDA device, or without one on the CPU, by Triton's interpreter.
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from enumeration import CASES, Case, independent, without_replacement
 from toys import SMALL_TREES as TREES
-from toys import toy_decoder
-from triton_kernels import DEVICE
+from toys import normal, toy_decoder
+from triton_kernels import DEVICE, interpreted
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base import kernel_launch
@@ -33,11 +34,8 @@ pytestmark = [
     # the interpreter computes with NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-interpreted = pytest.mark.skipif(
-    DEVICE == "cuda", reason="kernels that are compiled cannot be changed from Python"
-)
-SMALL = TokenTree.from_parents([-1, 0, 0, 1])
-WIDE = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 7])
+SMALL = TokenTree([-1, 0, 0, 1])
+WIDE = TokenTree([-1, 0, 0, 0, 1, 1, 2, 4, 7])
 SEQUENTIAL = {
     "sequoia": without_replacement,
     "traversal": without_replacement,
@@ -49,9 +47,8 @@ SEQUENTIAL = {
 @pytest.fixture(autouse=True)
 def _drawn_as_on_cuda(monkeypatch):
     """A CPU has another way to draw, and loops in place of tensor operations."""
-    drawing_on = Sampling.drawing_on
-    on_cuda = lambda sampling, _: drawing_on(sampling, torch.device("cuda"))  # noqa: E731
-    monkeypatch.setattr(Sampling, "drawing_on", on_cuda)
+    on, cuda = Sampling.drawing_on, torch.device("cuda")
+    monkeypatch.setattr(Sampling, "drawing_on", lambda sampling, _: on(sampling, cuda))
     monkeypatch.setattr(drawing, "HAS_NUMBA", False)
 
 
@@ -74,19 +71,25 @@ def error(case, verifier, draws=without_replacement):
         return case.error(VERIFIERS[verifier], draws)
 
 
-class Changed:
-    """A kernel whose arguments are changed before it is launched, or its results after."""
+class Kernel:
+    """In place of a kernel; `launch` takes the grid and what a launch takes."""
 
-    def __init__(self, kernel, before=lambda *args: args, after=lambda *args: None):
-        self.kernel, self.before, self.after = kernel, before, after
+    def __init__(self, launch):
+        self.launch = launch
 
     def __getitem__(self, grid):
-        def launch(*args, **constants):
-            args = self.before(*args)
-            self.kernel[grid](*args, **constants)
-            self.after(*args)
+        return partial(self.launch, grid)
 
-        return launch
+
+def changed(kernel, before=lambda *args: args, after=lambda *args: None):
+    """A kernel whose arguments are changed before it is launched, or its results after."""
+
+    def launch(grid, *args, **constants):
+        args = before(*args)
+        kernel[grid](*args, **constants)
+        after(*args)
+
+    return Kernel(launch)
 
 
 ENUMERATED = {
@@ -121,23 +124,21 @@ def test_a_broken_kernel_fails(verifier, column, wrong_value, monkeypatch):
     case = Case(SMALL, 3, [0, 1])
     assert error(case, verifier, independent) > 1e-3
     assert error(case, verifier) < 1e-12
-    changed = Changed(residual_kernels.reject_child, after=spoil)
-    monkeypatch.setattr(residual_kernels, "reject_child", changed)
+    spoiled = changed(residual_kernels.reject_child, after=spoil)
+    monkeypatch.setattr(residual_kernels, "reject_child", spoiled)
     is_unused = verifier == "sequoia" and column == 2  # only traversal goes on from a
     assert (error(case, verifier) < 1e-12) == is_unused
 
 
 def rejected(tree, device):
     """The state and the acceptance of all nodes of a tree after all rejections, on `device`."""
-    generator = torch.Generator().manual_seed(0)
     inner = int((tree.child_count > 0).sum())
-    probs = torch.softmax(torch.randn(tree.size, 9, generator=generator) * 2, -1)
-    draft_probs = torch.softmax(torch.randn(inner, 9, generator=generator) * 2, -1)
+    probs = torch.softmax(2 * normal(tree.size, 9), -1).to(device)
+    draft_probs = torch.softmax(2 * normal(inner, 9, seed=1), -1).to(device)
     draft_probs[0] = 0.0  # the draft had nothing left
-    drawn = torch.rand(inner, 9, generator=generator).argsort(-1)[:, : tree.branching]
-    inputs = [tensor.to(device) for tensor in (probs, draft_probs, drawn)]
+    drawn = normal(inner, 9, seed=2).argsort(-1)[:, : tree.branching].to(device)
     after = traversal.residual_after_children(
-        DrawnTree(inputs[0].__getitem__, *inputs[1:], TreeIndex.of(tree, device))
+        DrawnTree(probs.__getitem__, draft_probs, drawn, TreeIndex.of(tree, device))
     )
     return after.state.cpu(), after.accept_probs.cpu()
 
@@ -152,12 +153,12 @@ def test_the_kernel_rejects_as_tensor_operations_do(tree, request):
 def race_difference(count=9):
     """How many tokens are drawn otherwise than by the tensor version; all draws come from few of
     several blocks."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 37, generator=generator) * 8
+    logits = 8 * normal(5, 37)
     logits[0, 5:] = -torch.inf  # fewer tokens than are drawn
     logits[1, 16:32] += 60.0
     logits[2] = -torch.inf  # no token has a probability
-    bits = torch.empty(5, 37, dtype=torch.int32).random_(generator=generator)
+    torch.manual_seed(0)
+    bits = torch.empty(5, 37, dtype=torch.int32).random_()
     probs, drawn = race_on_device(logits.to(DEVICE), 0.6, count, bits.to(DEVICE), block=16)
     expected_probs, expected_drawn = Sampling(0.6).draw_children(logits, count, bits)
     torch.testing.assert_close(probs.cpu(), expected_probs, rtol=1e-5, atol=1e-9, equal_nan=True)
@@ -183,8 +184,8 @@ def test_wrong_races_differ(wrong, monkeypatch):
         args[-5][..., -3:] = -torch.inf  # the keys
 
     controls = {
-        "fewer winners": Changed(drawing_kernels.race, after=fewer_winners),
-        "other numbers": Changed(drawing_kernels.race, other_numbers),
+        "fewer winners": changed(drawing_kernels.race, after=fewer_winners),
+        "other numbers": changed(drawing_kernels.race, other_numbers),
     }
     monkeypatch.setattr(drawing_kernels, "race", controls[wrong])
     assert race_difference() > 0
@@ -207,30 +208,13 @@ def test_a_decoder_generates_the_same_with_kernels(sampling, covered, request, m
     expected = generated(decoder, sampling).sequences
     request.getfixturevalue("use_kernels")
     ranks, kernel = [], residual_kernels.reject_child
-    counted = Changed(kernel, after=lambda *args: ranks.append(args[7]))
+    counted = changed(kernel, after=lambda *args: ranks.append(args[7]))
     monkeypatch.setattr(residual_kernels, "reject_child", counted)
     result = generated(decoder, sampling)
     assert result.sequences.equal(expected)
     # a launch for each rank of the widest node, or of each level's
     launches = {"sequoia": [0, 1, 2], "traversal": [0, 1, 2, 0, 1, 0, 0], "spectr": []}
     assert ranks == launches[sampling.verifier] * result.steps
-
-
-class Uncompiled:
-    """A kernel that cannot be compiled: Triton raises when it is launched, as for a wrong type."""
-
-    def __init__(self):
-        self.launches = 0
-
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            self.launches += 1
-            try:
-                raise TypeError("quoted code\nLoop-carried variable mass has another type")
-            except TypeError as error:
-                raise CompilationError("at 1:2:") from error
-
-        return launch
 
 
 class CompilationError(Exception):
@@ -253,8 +237,17 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
     decoder, sampling = toy_decoder(WIDE), Sampling(0.9, verifier=verifier)
     expected = generated(decoder, sampling).sequences
     request.getfixturevalue("use_kernels")
-    uncompiled = Uncompiled()
-    monkeypatch.setattr(module, kernel, uncompiled)
+    launches = []
+
+    def launch(grid, *args, **constants):
+        """As Triton raises when a kernel is launched, for a wrong type."""
+        launches.append(grid)
+        try:
+            raise TypeError("quoted code\nLoop-carried variable mass has another type")
+        except TypeError as error:
+            raise CompilationError("at 1:2:") from error
+
+    monkeypatch.setattr(module, kernel, Kernel(launch))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = generated(decoder, sampling)
@@ -265,7 +258,7 @@ def test_tensor_operations_replace_a_kernel_that_cannot_be_compiled(
         f"{name}: its Triton kernel cannot be compiled, and slower tensor operations replace it: "
         "TypeError: Loop-carried variable mass has another type"
     ]
-    assert uncompiled.launches == 1
+    assert len(launches) == 1
 
 
 @interpreted
@@ -295,15 +288,12 @@ def test_kernels_are_launched_on_the_device_of_their_inputs(part, monkeypatch):
         yield
         devices.pop()
 
-    class Launched:
-        def __getitem__(self, grid):
-            return lambda *args, **constants: launches.append(list(devices))
-
     launches, logits = [], torch.randn(SMALL.size, 9)
+    launched = Kernel(lambda *args, **constants: launches.append(list(devices)))
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(residual_kernels, "reject_child", Launched())
+    monkeypatch.setattr(residual_kernels, "reject_child", launched)
     for name in ("race_totals", "race"):
-        monkeypatch.setattr(drawing_kernels, name, Launched())
+        monkeypatch.setattr(drawing_kernels, name, launched)
     if part == "drawing":
         race_on_device(logits, 0.6, 2, torch.zeros(SMALL.size, 9, dtype=torch.int32))
         assert launches == [[logits.shape]] * 2

@@ -4,18 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import plain_text
+from refusals import refusal
 from scripted import Scripted, error_of_a_step
-from toys import SMALL_TREES, TREE
+from spies import spy
+from toys import PLAIN, SMALL_TREES, TREE, text_inside_generate
 
-from drafts import KINDS, PARTS, load, small_pair, small_target, write
-from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
+from drafts import KINDS, PARTS, built, small_pair, small_target
+from sequoia_plan.artifacts import LANGUAGE_MODEL, TokenTree
 from sequoia_plan.models.backends import loaded_as
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
-from sequoia_plan.models.base.masks import additive_mask
+from sequoia_plan.models.base.masks import causal_mask
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
-from sequoia_plan.runtime.huggingface import sequoia
 
 DRAFTS = [*PARTS, "MTP", "MTP, three heads"]
 TREES = [
@@ -25,6 +27,7 @@ TREES = [
     TREE,
     TokenTree.from_parents([-1, *((node - 1) // 3 for node in range(1, 30))]),
 ]
+PROMPT = [2, 1, 2, 0]
 pytestmark = pytest.mark.slow
 
 
@@ -33,11 +36,9 @@ pytestmark = pytest.mark.slow
 def test_the_distribution_of_a_step_is_the_targets(algorithm, verifier):
     """By enumeration of every draw that the decoder's own code could make."""
     decoder = SequoiaDecoder(*small_pair(algorithm, 3), SMALL_TREES["both"])
-    assert error_of_a_step(decoder, [2, 1, 2, 0], Scripted(1.0, verifier=verifier)) < 1e-6
-    told_another = Scripted(
-        1.0, verifier=verifier, told=lambda laws: torch.softmax(laws.log() / 2, -1)
-    )
-    assert error_of_a_step(decoder, [2, 1, 2, 0], told_another) > 1e-3, (
+    assert error_of_a_step(decoder, PROMPT, Scripted(1.0, verifier=verifier)) < 1e-6
+    told_another = Scripted(1.0, verifier=verifier, told=lambda laws: (laws.log() / 2).softmax(-1))
+    assert error_of_a_step(decoder, PROMPT, told_another) > 1e-3, (
         "the control: verified by laws that were not drawn from"
     )
 
@@ -55,7 +56,7 @@ def test_children_are_verified_by_what_their_parents_token_gave(algorithm, monke
 
     monkeypatch.setattr(drafter, "forward", forward)
     unary = Scripted(1.0, told=lambda laws: torch.softmax(torch.stack(levels), -1))
-    assert error_of_a_step(decoder, [2, 1, 2, 0], unary) > 1e-3
+    assert error_of_a_step(decoder, PROMPT, unary) > 1e-3
 
 
 def test_a_draw_shared_by_a_level_is_wrong_for_traversal():
@@ -67,9 +68,9 @@ def test_a_draw_shared_by_a_level_is_wrong_for_traversal():
     """
     decoder = SequoiaDecoder(*small_pair("DFlash", 3), SMALL_TREES["both"])
     from_the_leaves = Scripted(1.0, verifier="traversal", shared=True)
-    assert error_of_a_step(decoder, [2, 1, 2, 0], from_the_leaves) > 5e-4
+    assert error_of_a_step(decoder, PROMPT, from_the_leaves) > 5e-4
     from_the_root = Scripted(1.0, verifier="sequoia", shared=True)
-    assert error_of_a_step(decoder, [2, 1, 2, 0], from_the_root) < 1e-6
+    assert error_of_a_step(decoder, PROMPT, from_the_root) < 1e-6
 
 
 @pytest.mark.parametrize("tree", [TokenTree.chain(4), TREE], ids=repr)
@@ -77,12 +78,11 @@ def test_a_draw_shared_by_a_level_is_wrong_for_traversal():
 def test_greedy_is_the_targets_own_text(algorithm, tree):
     """Also inside transformers' generate."""
     target, draft = small_pair(algorithm)
-    options = {"max_new_tokens": 50, "do_sample": False}
     for prompt in ([3, 1, 4], [7], list(range(45))):
         ids = torch.tensor([prompt])
-        expected = target.generate(ids, **options)
+        expected = plain_text(target, ids, 50)
         assert SequoiaDecoder(target, draft, tree).generate(prompt, 50).sequences.equal(expected)
-    text = target.generate(ids, **options, custom_generate=sequoia, draft=draft, tree=tree)
+    text = text_inside_generate(target, draft, ids, tree=tree, max_new_tokens=50)
     assert text.equal(expected)
 
 
@@ -96,7 +96,7 @@ def test_aux_hidden_states_are_transformers_hidden_states():
     ids = torch.arange(9)
     model, numbers = loaded_as(target, "resident"), (0, 1, 3, 4, AFTER_FINAL_NORM)
     model.backend.prepare(numbers)
-    mask = additive_mask(ids <= ids[:, None], torch.float32)
+    mask = causal_mask(ids, 9, torch.float32)
     output = model(model.new_cache(16), ids, ids, ids, mask, 0, numbers)
     expected = target.model(input_ids=ids[None], output_hidden_states=True)
     states = output.hidden_states.chunk(5, -1)
@@ -104,28 +104,28 @@ def test_aux_hidden_states_are_transformers_hidden_states():
         torch.testing.assert_close(state, expected.hidden_states[layer][0])
     torch.testing.assert_close(target.model.norm(states[3]), expected.last_hidden_state[0])
     torch.testing.assert_close(states[4], expected.last_hidden_state[0])
-    with pytest.raises(SequoiaPlanError, match="reads the hidden state 5 "):
+    with refusal("reads the hidden state 5 "):
         model.backend.prepare((5,))
 
 
-def test_drafts_of_one_target_do_not_meet(tmp_path):
+def test_drafts_of_one_target_do_not_meet():
     """Two decoders with other hidden states of one target, and transformers itself, in turn."""
     target, draft = small_pair("EAGLE-3")
-    dflash = load(write(tmp_path / "dflash", *PARTS["DFlash"](target, ids=(1, 3))), target)
+    dflash = built(target, *PARTS["DFlash"](target, ids=(1, 3)))
     first, second = (SequoiaDecoder(target, model, TREE) for model in (draft, dflash))
     prompt = torch.tensor([3, 1, 4])
     expected = [each.generate(prompt, 30, 1.0, seed=4).sequences for each in (first, second)]
     tokens = [3, 1, 4]
     for step in first.steps(prompt, 30, Sampling(1.0), seed=4):
         tokens += step.tokens
-        target.generate(prompt[None], max_new_tokens=2, do_sample=False)
+        plain_text(target, prompt[None], 2)
     assert tokens[: expected[0].shape[1]] == expected[0][0].tolist()
     assert second.generate(prompt, 30, 1.0, seed=4).sequences.equal(expected[1])
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("DFlash", 5), ("MTP, three heads", 4)])
 def test_a_tree_deeper_than_the_draft_is_refused(kind, levels):
-    with pytest.raises(SequoiaPlanError, match=f"9 levels, the draft reaches {levels}"):
+    with refusal(f"9 levels, the draft reaches {levels}"):
         SequoiaDecoder(*small_pair(kind), TokenTree.chain(9))
 
 
@@ -144,7 +144,7 @@ def test_passes_read_known_text_as_steps_do(algorithm):
         on_path += drafted[-1].draft_probs[: len(step.tokens)]  # the chain has three inner nodes
     positions = [position for position, level in enumerate(levels) if level < 3]
     ids, slots = torch.tensor(text), torch.arange(3, 3 + len(levels))
-    mask = additive_mask(torch.arange(int(slots[-1]) + 1) <= slots[:, None], torch.float32)
+    mask = causal_mask(slots, int(slots[-1]) + 1, torch.float32)
     numbers = decoder.step.models.hidden_states
     target = decoder.step.target(sequence.target, ids[slots], slots, slots, mask, 0, numbers)
     before = [block.clone() for block in sequence.target.blocks]
@@ -163,7 +163,7 @@ def test_passes_read_known_text_as_steps_do(algorithm):
 def test_half_precision(algorithm):
     """bfloat16 weights meet a float32 head where that is the target's."""
     target, draft = small_pair(algorithm)
-    greedy = target.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, do_sample=False)
+    greedy = plain_text(target, torch.tensor([[3, 1, 4]]), 20)
     mixed = SequoiaDecoder(target, draft.bfloat16(), TREE)
     assert mixed.generate([3, 1, 4], 20).sequences.equal(greedy)
     half = SequoiaDecoder(target.bfloat16(), draft, TREE)
@@ -174,20 +174,10 @@ def widths_of_a_step(decoder, monkeypatch):
     """Tokens in each pass of the draft during one step."""
     step, widths = decoder.step, []
     model = step.drafter.model
-
-    def counted_pass(self, cache, tokens, *args, run=LoadedModel.__call__, **options):
-        if self is model:
-            widths.append(tokens.numel())
-        return run(self, cache, tokens, *args, **options)
-
+    is_language_model = isinstance(model, LoadedModel)
+    counted = model.backend if is_language_model else model
     step.prefill(torch.arange(5) % 8, 40, seed=0)
-    if isinstance(model, LoadedModel):
-        monkeypatch.setattr(LoadedModel, "__call__", counted_pass)
-    else:
-        forward = model.forward
-        monkeypatch.setattr(
-            model, "forward", lambda *args: widths.append(args[0].shape[1]) or forward(*args)
-        )
+    spy(monkeypatch, counted, "forward", lambda *a: widths.append(a[is_language_model].numel()))
     with torch.inference_mode():
         step.refill_random_numbers(Sampling(1.0))
         step(64, Sampling(1.0))
@@ -217,7 +207,7 @@ def test_another_width_of_a_pass_shows(monkeypatch):
     assert widths_of_a_step(decoder, monkeypatch) != declared
 
 
-@pytest.mark.parametrize("tree", [TokenTree.chain(4), TokenTree.chain(1), TREE], ids=repr)
+@pytest.mark.parametrize("tree", [TokenTree.chain(4), PLAIN, TREE], ids=repr)
 def test_decoders_of_several_trees_share_a_sequence(tree):
     """Whichever decodes, it says what a decoder of its own says; the memory is the same."""
     models = small_pair("language model")

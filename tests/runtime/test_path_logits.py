@@ -11,16 +11,16 @@ from architectures import plain_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, error_of_a_step
-from toys import SMALL_TREES, TREE, Ids, ToyModel, text_inside_generate, toy_models
+from spies import spy
+from toys import PLAIN, SMALL_TREES, TREE, Ids, ToyModel, text_inside_generate, toy_models
 from transformers.generation import logits_process as processors
 
 from drafts import small_pair
-from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime import Grammar, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.constraints import path_logits
 
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
-PLAIN = TokenTree.chain(1)
 CLOSE = dict(atol=1e-4, rtol=1e-4)  # the compiled pass against transformers
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,7 @@ def test_settings_that_transformers_makes_processors_of(name, target, draft):
 def test_scores_are_those_of_transformers(name, target, draft):
     """Of a sampled text."""
     options = dict(do_sample=True, temperature=0.9, top_k=0, output_scores=True)
-    options |= dict(output_logits=True, return_dict_in_generate=True, max_new_tokens=NEW)
+    options |= dict(output_logits=True, return_dict_in_generate=True)
     if name == "object":
         options["logits_processor"] = [processors.TopKLogitsWarper(5)]
     else:
@@ -286,13 +286,11 @@ def test_only_what_is_new_is_read(going_on, monkeypatch):
     decoder, _ = going_on
     session, widths = decoder.start([1, 2, 3] * 20), []
     target = decoder.step.target
-    call = type(target).__call__
 
-    def counting(self, cache, tokens, *args, **options):
-        widths.append((self is target) * tokens.numel())
-        return call(self, cache, tokens, *args, **options)
+    def count(model, cache, tokens, *_, **options):
+        widths.append((model is target) * tokens.numel())
 
-    monkeypatch.setattr(type(target), "__call__", counting)
+    spy(monkeypatch, type(target), "__call__", count)
     session.generate(8, eos_token_id=())
     session.say([4, 5])
     widths.clear()

@@ -5,8 +5,10 @@ import re
 import pytest
 import torch
 from architectures import plain_text
+from refusals import refusal
+from toys import PLAIN
 
-from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.layers.fuse import num_fused_layers
 from sequoia_plan.models.offload.memory import cache_bytes, own_bytes
@@ -16,7 +18,7 @@ from sequoia_plan.runtime.pair import INT8, LANGUAGE_MODEL, add_draft
 
 pytestmark = pytest.mark.slow
 
-BUSHY = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
+BUSHY = TokenTree([-1, 0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 9])
 TIE = 1e-4
 
 
@@ -36,9 +38,9 @@ def is_tie(model, ours, theirs):
     return float((logits[theirs[0, at]] - logits[ours[0, at]]).abs()) < TIE
 
 
-def tokens_per_step(pair, draft, tree, model, cases):
+def tokens_per_step(pair, tree, model, cases):
     """Tokens a step over prompts. Our texts are those of transformers, but for one tie."""
-    decoder, results, ties = SequoiaDecoder(pair.target, draft, tree), [], 0
+    decoder, results, ties = SequoiaDecoder(pair.target, pair.draft, tree), [], 0
     for prompt, theirs in cases:
         results.append(decoder.generate(prompt, 32, eos_token_id=pair.tokenizer.eos_token_id))
         if not results[-1].sequences.equal(theirs):
@@ -51,7 +53,7 @@ def tokens_per_step(pair, draft, tree, model, cases):
 @pytest.mark.parametrize(
     ("name", "tree", "num_prompts", "least"),
     [
-        ("default", TokenTree.chain(1), 1, 0.99),
+        ("default", PLAIN, 1, 0.99),
         ("default", TokenTree.chain(4), 2, 0.99),
         ("default", BUSHY, 4, 1.7),  # it saves nearly half of the target's passes
         ("language model", BUSHY, 2, 1.4),
@@ -60,15 +62,11 @@ def tokens_per_step(pair, draft, tree, model, cases):
 )
 def test_greedy_equals_transformers(name, tree, num_prompts, least, pair, plain_target, greedy):
     """And the shipped drafts are no stubs."""
-    draft = {
-        "default": lambda: pair.draft,
-        "language model": lambda: (
-            add_draft(pair, LANGUAGE_MODEL, Loading("resident", dtype="float32")).draft
-        ),
-        "int8": lambda: load_pair(draft=INT8, dtype="float32").draft,
-    }[name]()
-    cases = greedy[:num_prompts]
-    assert tokens_per_step(pair, draft, tree, plain_target, cases) > least
+    if name == "language model":
+        pair = add_draft(pair, LANGUAGE_MODEL, Loading("resident", dtype="float32"))
+    elif name == "int8":
+        pair = load_pair(draft=INT8, dtype="float32")
+    assert tokens_per_step(pair, tree, plain_target, greedy[:num_prompts]) > least
 
 
 def test_placements_that_cannot_be_are_refused():
@@ -100,20 +98,22 @@ def test_layers_are_fused_where_it_is_recorded(draft, pair):
         assert draft["digest"] == plain.metadata["draft"]["digest"]
 
 
-def some_more_than_least(options, refusal="at least"):
-    """Memory with which some layers are resident, whatever the draft's dtype is here."""
-    with pytest.raises(SequoiaPlanError, match=refusal) as refused:
+def streamed_pair(message="at least", **options):
+    """A pair with some layers of its target in memory, whatever the draft's dtype is here."""
+    options["offload"] = "disk"
+    with refusal(message) as refused:
         load_pair(**options, memory=1)
     least = float(re.search(r"at least (\S+) MB", str(refused.value))[1])
-    return f"{least + 40}MB"
+    pair = load_pair(**options, memory=f"{least + 40}MB")
+    metadata = pair.metadata["target"]
+    assert 0 < metadata["resident_layers"] < metadata["layers"]
+    return pair
 
 
 @pytest.mark.parametrize("draft", [None, LANGUAGE_MODEL])
 def test_streamed_from_the_packed_file(draft):
-    options = {"draft": draft, "offload": "disk"}
-    pairs = [load_pair(draft=draft), load_pair(**options, memory=some_more_than_least(options))]
-    metadata = pairs[1].metadata["target"]
-    assert 0 < metadata["resident_layers"] < metadata["layers"] and not pairs[1].target.module
+    pairs = [load_pair(draft=draft), streamed_pair(draft=draft)]
+    assert not pairs[1].target.module
     prompt = held_out(pairs[0].tokenizer, 1)[0]
     texts = [SequoiaDecoder(p.target, p.draft, BUSHY).generate(prompt, 32) for p in pairs]
     assert texts[0].sequences.equal(texts[1].sequences) and texts[1].tokens_per_step > 1.4
@@ -125,15 +125,12 @@ def test_a_copy_in_8_bits_drafts_the_targets_own_text(dtype):
     in_memory = load_pair(draft=INT8, dtype=dtype)
     assert in_memory.metadata["draft"]["name"] == "SmolLM2-135M-Instruct int8"
     assert in_memory.metadata["draft"]["weights"] == "Q8_0"
-    options = {"draft": INT8, "dtype": dtype, "offload": "disk"}
-    memory = some_more_than_least(options, "173 MB for the draft")
-    streamed = load_pair(**options, memory=memory)
+    streamed = streamed_pair("173 MB for the draft", draft=INT8, dtype=dtype)
     placement = streamed.metadata["target"]
-    assert 0 < placement["resident_layers"] < placement["layers"]
     assert placement["draft_bytes"] == own_bytes(streamed.draft, streamed.target)
     assert placement["cache_bytes"] == 2 * cache_bytes(streamed.target)
     prompts = held_out(in_memory.tokenizer, 2)
-    plain = SequoiaDecoder(in_memory.target, None, TokenTree.chain(1))
+    plain = SequoiaDecoder(in_memory.target, None, PLAIN)
     texts = [plain.generate(prompt, 32).sequences for prompt in prompts]
     for pair in (in_memory, streamed):
         decoder = SequoiaDecoder(pair.target, pair.draft, TokenTree.chain(4))

@@ -9,6 +9,7 @@ import torch
 from architectures import tiny
 from enumeration import chi_square, independent
 from enumeration import without_replacement as drawn_orders
+from toys import normal
 from transformers import GenerationConfig, TopPLogitsWarper
 
 from sequoia_plan.artifacts import ArgumentError
@@ -55,7 +56,7 @@ def test_independent_draws_have_their_distribution():
 def test_top_p_filter_is_transformers(scale, summands, monkeypatch):
     """Also in whole numbers, as on CUDA."""
     monkeypatch.setattr(sampling, "summands", summands)
-    logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(2)) * scale
+    logits = scale * normal(20, 3000)
     for top_p in (0.1, 0.5, 0.9, 0.999):
         expected = torch.softmax(TopPLogitsWarper(top_p)(None, logits), -1)
         torch.testing.assert_close(top_p_filter(torch.softmax(logits, -1), top_p), expected)
@@ -73,16 +74,10 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_filters_are_those_of_transformers_generate(settings):
     """The probabilities are those that `generate` reports for the same config."""
-    config = GenerationConfig(
-        **({"top_k": 0} | settings),
-        do_sample=True,
-        max_new_tokens=1,
-        output_scores=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    output = tiny("Llama").generate(torch.arange(24).view(6, 4), generation_config=config)
-    config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True)  # returns no scores
+    config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True)
+    returned = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
+    ids = torch.arange(24).view(6, 4)
+    output = tiny("Llama").generate(ids, config, max_new_tokens=1, **returned)
     ours = Sampling.from_generation_config(config)
     expected = torch.softmax(output.scores[0], -1)
     torch.testing.assert_close(ours.target_probs(output.logits[0]), expected)
@@ -118,7 +113,7 @@ def test_a_generation_config_that_cannot_be_honoured_is_refused_by_name(name):
 
 
 def test_the_drafts_temperature_is_its_own():
-    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    logits = normal(2, 5)
     shared = Sampling(0.5)
     separate = Sampling(0.5, top_p=0.5, draft_temperature=2.0)
     torch.testing.assert_close(shared.draft_probs(logits), torch.softmax(logits / 0.5, -1))

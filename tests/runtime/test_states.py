@@ -5,14 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted, error_of_steps
-from toys import planned
+from toys import PLAIN, planned
 
 from drafts import PARTS, small_pair
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.state import FIRST_BALANCE, MAX_BALANCE, MAX_LOSS, State, choices_of
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-
-PLAIN = TokenTree.chain(1)
 
 
 @settings(max_examples=100)
@@ -48,15 +46,16 @@ def test_a_text_that_is_good_again_has_its_tree_again():
 @pytest.mark.parametrize("kind", ["language model", *PARTS])
 def test_the_distribution_of_steps_that_fall_back_is_the_targets(kind):
     """By enumeration of every draw of several steps, some of them without a tree."""
-    decoder = SequoiaDecoder(*small_pair(kind, 3), planned(TokenTree.from_parents([-1, 0, 0]), 3.0))
+    decoder = SequoiaDecoder(*small_pair(kind, 3), planned(TokenTree([-1, 0, 0]), 3.0))
     assert decoder.chooses
-    assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 3) < 1e-6
+    setting = decoder, [2, 1, 0], Scripted(1.0), 3
+    assert error_of_steps(*setting) < 1e-6
 
     def cost_of(choice, drafted):
         """A step takes longer if it has drafted, and maybe rejected, a certain token."""
         return 3.5 if 1 in drafted else 1.0
 
-    assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 3, cost_of=cost_of) < 1e-6
+    assert error_of_steps(*setting, cost_of=cost_of) < 1e-6
 
 
 def test_a_state_that_knows_the_steps_own_draws_is_wrong():
@@ -67,8 +66,8 @@ def test_a_state_that_knows_the_steps_own_draws_is_wrong():
         """Behind plain decoding, as soon as a certain token was drafted."""
         return state._replace(balance=-1.0) if drafted[:1] == (1,) else state
 
-    assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 2) < 1e-6
-    assert error_of_steps(decoder, [2, 1, 0], Scripted(1.0), 2, peeking) > 1e-3
+    setting = decoder, [2, 1, 0], Scripted(1.0), 2
+    assert error_of_steps(*setting) < 1e-6 and error_of_steps(*setting, peeking) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["language model", *PARTS])
@@ -77,7 +76,7 @@ def test_greedy_text_stays_that_of_the_target(kind):
     target, draft = small_pair(kind)
     prompt = torch.tensor([5, 3, 9, 2])
     expected = SequoiaDecoder(target, None, PLAIN).generate(prompt, 90)
-    tree = planned(TokenTree.from_parents([-1, 0, 0, 1]), 1.9)
+    tree = planned(TokenTree([-1, 0, 0, 1]), 1.9)
     outputs = list(SequoiaDecoder(target, draft, tree).steps(prompt, 90, Sampling()))
     tokens = [token for output in outputs for token in output.tokens]
     assert tokens[:90] == expected.sequences[0, 4:].tolist()

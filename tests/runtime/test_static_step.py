@@ -1,16 +1,17 @@
 """A step is a fixed sequence of tensor operations: it traces whole, and replaying the trace gives
 the same tokens."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import tiny
+from operations import Operations
+from spies import spy
 from strategies import looking_up
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from toys import TREE
 
 from drafts import PARTS, small_pair
@@ -46,12 +47,8 @@ def decoder(device="cpu", **options):
 def accepted(decoder, sampling):
     """What each of many steps accepted and added."""
     prompt = torch.arange(7, device=decoder.step.device)
-    return [
-        (step.path, step.tokens)
-        for step, _ in zip(
-            decoder.steps(prompt, STEPS * TREE.depth, sampling, seed=3), range(STEPS), strict=False
-        )
-    ]
+    steps = decoder.steps(prompt, STEPS * TREE.depth, sampling, seed=3)
+    return [(step.path, step.tokens) for step in itertools.islice(steps, STEPS)]
 
 
 @pytest.fixture
@@ -107,23 +104,6 @@ def test_a_step_that_reads_a_tensor_does_not_trace(traced, monkeypatch):
         accepted(decoder(), Sampling(0.0))
 
 
-class Devices(TorchDispatchMode):
-    """Notes the devices of whatever every operation reads and gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.seen |= {
-            each.device.type
-            for each in tree_leaves((args, kwargs, result))
-            if isinstance(each, torch.Tensor)
-        }
-        return result
-
-
 class FromPython(TorchFunctionMode):
     """Notes tensors made from Python's numbers: they are made on the host, and operations do not
     show it."""
@@ -164,9 +144,9 @@ def devices_of_a_step(kind, sampling, monkeypatch):
     each.sequence.bits = torch.empty(
         each.num_parents * each.bits_per_parent(sampling), dtype=torch.int32, device="meta"
     )
-    with torch.inference_mode(), Devices() as devices, FromPython(devices.seen):
+    with torch.inference_mode(), Operations() as operations, FromPython(operations.devices):
         each(64, sampling)
-    return devices.seen
+    return operations.devices
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
@@ -194,8 +174,7 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
         model = torch.nn.Module()
         model.parameters = lambda: iter(parameters)
         model.config = SimpleNamespace(rope_parameters={"rope_type": rope})
-        for name, value in attributes.items():
-            setattr(model, name, value)
+        vars(model).update(attributes)
         return model
 
     def can_be_captured(model):
@@ -208,9 +187,7 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
     compiled.compile()
     cannot = [model(rope="dynamic"), model(rope="longrope"), model((on_cuda, other)), model(())]
     cannot += [model(_tp_size=2), model(_orig_mod=None), compiled, model(stream=DiskStream)]
-    assert [can_be_captured(each) for each in can + cannot] == [True] * len(can) + [False] * len(
-        cannot
-    )
+    assert all(map(can_be_captured, can)) and not any(map(can_be_captured, cannot))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), FILTERED], ids=repr)
@@ -219,14 +196,8 @@ def test_models_that_read_the_length_on_the_host_are_not_captured():
 )
 def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypatch):
     """The same steps, none launched in vain; while one is read the next one is on its way."""
-    launches = []
-    run = CapturedStep.run
-    monkeypatch.setattr(
-        CapturedStep,
-        "run",
-        lambda self, extent, sampling: launches.append(extent) or run(self, extent, sampling),
-    )
-    found = {}
+    launches, found = [], {}
+    spy(monkeypatch, CapturedStep, "run", lambda step, extent, _: launches.append(extent))
     for ahead in (False, True):
         each = decoder()
         monkeypatch.setattr(CapturedStep, "launches_ahead", ahead)
@@ -236,10 +207,8 @@ def test_steps_launched_ahead_change_nothing(sampling, tokens, context, monkeypa
         first = next(steps)
         assert len(launches) == 1 + (ahead and tokens > TREE.depth)
         found[ahead] = [first, *steps]
-        assert (
-            len(launches) == len(found[ahead])
-            and max(launches) <= each.step.sequence.target.capacity
-        )
+        assert len(launches) == len(found[ahead])
+        assert max(launches) <= each.step.sequence.target.capacity
     assert found[True] == found[False]
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from architectures import plain_text
 from forking import fork, status_of
-from toys import TREE, Ids
+from refusals import refusal
+from toys import PLAIN, TREE, Ids, text_inside_generate
 
-from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.backends import loaded
 from sequoia_plan.models.base import forks
 from sequoia_plan.profiler.hardware import fingerprint
-from sequoia_plan.runtime import Sampling, SequoiaDecoder, sequoia
+from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.pair import _remarks
 from sequoia_plan.runtime.sequence import SequenceLock
 
@@ -35,6 +36,11 @@ def switching():
     sys.setswitchinterval(before)
 
 
+@pytest.fixture
+def decoder(target, draft):
+    return SequoiaDecoder(target, draft, TREE)
+
+
 def by_threads(request):
     """`request(i)` for every prompt, from eight threads at once."""
     with ThreadPoolExecutor(8) as pool:
@@ -42,9 +48,8 @@ def by_threads(request):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_decoders_requests_take_turns(target, draft, temperature):
+def test_a_decoders_requests_take_turns(decoder, temperature):
     """The streamed tokens are those of the result, and of a request that is alone."""
-    decoder = SequoiaDecoder(target, draft, TREE)
 
     def request(i):
         streamer = Ids()
@@ -52,13 +57,11 @@ def test_a_decoders_requests_take_turns(target, draft, temperature):
         assert streamer.ended and streamer.tokens == result.sequences[0].tolist()
         return streamer.tokens
 
-    alone = [request(i) for i in range(len(PROMPTS))]
-    assert by_threads(request) == alone
+    assert by_threads(request) == [request(i) for i in range(len(PROMPTS))]
 
 
-def test_without_turns_texts_are_wrong(target, draft, monkeypatch):
+def test_without_turns_texts_are_wrong(decoder, monkeypatch):
     """Negative control: the same load on the same decoder, nobody waiting."""
-    decoder = SequoiaDecoder(target, draft, TREE)
     alone = [decoder.generate(prompt, 24).sequences[0].tolist() for prompt in PROMPTS]
     monkeypatch.setattr(SequenceLock, "hold", lambda self: nullcontext())
 
@@ -76,20 +79,18 @@ def test_custom_generate_takes_turns_too(target, draft):
     reference."""
 
     def request(i):
-        tree = TREE if i % 8 else OTHER
-        options = {"custom_generate": sequoia, "draft": draft, "tree": tree}
-        return plain_text(target, torch.tensor([PROMPTS[i]]), 16, **options).tolist()
+        options = {"tree": TREE if i % 8 else OTHER, "max_new_tokens": 16}
+        return text_inside_generate(target, draft, torch.tensor([PROMPTS[i]]), **options).tolist()
 
     reference = [plain_text(target, torch.tensor([prompt]), 16).tolist() for prompt in PROMPTS]
     assert by_threads(request) == reference
 
 
-def test_a_thread_does_not_wait_for_itself(target, draft):
-    decoder = SequoiaDecoder(target, draft, TREE)
+def test_a_thread_does_not_wait_for_itself(decoder):
     steps = decoder.steps(torch.tensor([1, 2, 3]), 20, Sampling())
     next(steps)
     for other in (decoder, decoder.with_tree(OTHER)):
-        with pytest.raises(SequoiaPlanError, match="in the middle of another sequence"):
+        with refusal("in the middle of another sequence"):
             other.generate([1, 2], 4)
     steps.close()
     assert decoder.generate([1, 2], 4).new_tokens == 4
@@ -113,7 +114,7 @@ def test_more_threads_than_cores(asked, cores, model, monkeypatch):
 @pytest.mark.parametrize("part", ["text", "pass"])
 def test_a_fork_while_another_thread_decodes(part, model, monkeypatch):
     """The control: whoever holds the locks is not in the child, which waits for ever."""
-    decoder = SequoiaDecoder(copy.deepcopy(model), None, TokenTree.chain(1))
+    decoder = SequoiaDecoder(copy.deepcopy(model), None, PLAIN)
     prompt, begun, ends = torch.tensor([1, 2, 3]), Event(), Event()
     locks = {"text": nullcontext(), "pass": decoder.step.target.backend.runner.workers.lock}
     expected = decoder.generate(prompt, 20).sequences

@@ -46,9 +46,11 @@ def test_traversal_is_never_worse_than_sequoia(tree, case):
     gains = []
     for seed in range(4):
         setting = Case(TREES[tree], seed=seed, **CASES[case])
-        _, sequoia_tokens = setting.output(VERIFIERS["sequoia"], without_replacement)
-        _, traversal_tokens = setting.output(VERIFIERS["traversal"], without_replacement)
-        gains.append(traversal_tokens - sequoia_tokens)
+        sequoia, traversal = (
+            setting.output(VERIFIERS[name], without_replacement)[1]
+            for name in ("sequoia", "traversal")
+        )
+        gains.append(traversal - sequoia)
     assert min(gains) > -1e-12
     if tree == "star":  # at the root the two rules are the same
         assert max(gains) < 1e-12
@@ -181,11 +183,9 @@ def test_optimal_transport_property(name):
     for seed in range(20):
         p, q = np.random.default_rng(seed).dirichlet(np.ones(4), 2)
         optimum = 1 - 0.5 * np.abs(p - q).sum()
+        expected = p[q.argmax()] if name == "topk" else optimum
         probability = accepted_probability(name, p.tolist(), q.tolist(), 1)
-        if name == "topk":
-            assert probability == pytest.approx(p[q.argmax()])
-        else:
-            assert probability == pytest.approx(optimum, abs=1e-12)
+        assert probability == pytest.approx(expected, abs=1e-12)
     if name == "topk":  # where 1 - TV = 0.7
         probability = accepted_probability(name, [0.5, 0.3, 0.2], [0.2, 0.3, 0.5], 1)
         assert probability == pytest.approx(0.2)

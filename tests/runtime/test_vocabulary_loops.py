@@ -5,34 +5,42 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toys import normal
 
+from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.compiled import vocabulary_loops as loops
 from sequoia_plan.runtime.sampling import drawing, sampling
-from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.verify import residual
 
 VOCABULARIES = (1, 5, 511, 512, 513, 3000)
-KINDS = ("random", "flat", "peaked", "few values", "hardly any")
 
 
-def random_logits(seed: int, vocabulary: int, kind: str) -> torch.Tensor:
+def hardly_any(logits):
+    """Two tokens alone have a probability."""
+    lowest = logits.topk(min(2, logits.shape[1])).values[:, -1:]
+    return logits.where(logits >= lowest, -torch.inf)
+
+
+KINDS = {
+    "random": lambda logits: logits,
+    "flat": torch.zeros_like,
+    "peaked": lambda logits: 30 * logits,
+    "few values": torch.round,
+    "hardly any": hardly_any,
+}
+
+
+each_vocabulary = pytest.mark.parametrize("vocabulary", VOCABULARIES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def random_logits(seed, vocabulary, kind):
     """float32 [3, vocabulary]."""
-    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed)) * 4
-    if kind == "flat":
-        return torch.zeros_like(logits)
-    if kind == "peaked":
-        return logits * 30
-    if kind == "few values":
-        return logits.round()
-    if kind == "hardly any":
-        return logits.where(
-            logits >= logits.topk(min(2, vocabulary), -1).values[:, -1:], -torch.inf
-        )
-    return logits
+    return KINDS[kind](4 * normal(3, vocabulary, seed=seed))
 
 
 @pytest.fixture
-def by_tensors(monkeypatch: pytest.MonkeyPatch):
+def by_tensors(monkeypatch):
     """Let a function run without the loops."""
 
     def run(function, *arguments):
@@ -44,8 +52,8 @@ def by_tensors(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_vocabulary
+@each_kind
 @pytest.mark.parametrize(
     "settings",
     [
@@ -71,8 +79,8 @@ def test_target_probs(vocabulary, kind, settings, by_tensors):
             torch.testing.assert_close(probs, other.target_probs(logits), rtol=2e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_vocabulary
+@each_kind
 def test_children_in_turn(vocabulary, kind, by_tensors):
     logits, settings = random_logits(2, vocabulary, kind), Sampling(0.8)
     count = min(5, vocabulary)
@@ -83,13 +91,12 @@ def test_children_in_turn(vocabulary, kind, by_tensors):
     # a sum of 3,000 probabilities in another order may round to a neighbour
     assert (drawn == by_operations).float().mean() > 0.9
     if kind == "random" and vocabulary == 3000:
-        assert (
-            drawn == by_tensors(drawing.in_turn, probs, count, bits.flip(1))
-        ).float().mean() < 0.9
+        others = by_tensors(drawing.in_turn, probs, count, bits.flip(1))
+        assert (drawn == others).float().mean() < 0.9
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_vocabulary
+@each_kind
 def test_top_tokens(vocabulary, kind):
     logits, count = random_logits(3, vocabulary, kind).nan_to_num(neginf=-9e9), min(4, vocabulary)
     expected = np.argsort(-logits.numpy(), kind="stable")[:, :count]
