@@ -172,10 +172,8 @@ class PackedWeights:
 
     def formats(self) -> tuple[str, ...]:
         """The formats of matrices that passes multiply by."""
-        places = {n: p for n, (_, p) in self.places.items() if p.format and n != EMBEDDING}
-        return tuple(
-            sorted({FORMATS[self.head.format].name} | {place.format for place in places.values()})
-        )
+        stored = {p.format for n, (_, p) in self.places.items() if p.format and n != EMBEDDING}
+        return tuple(sorted({FORMATS[self.head.format].name} | stored))
 
 
 def _tiles(memory: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
