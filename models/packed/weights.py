@@ -126,7 +126,7 @@ class PackedWeights:
         self, blocks: Sequence[WeightBlock], memories: Sequence[NDArray[np.uint8]]
     ) -> None:
         self.memories = memories
-        self.places: dict[str, tuple[NDArray[np.uint8], Place]] = {
+        self.places = {
             name: (memory, place)
             for block, memory in zip(blocks, memories, strict=True)
             for name, place in block.tensors.items()
