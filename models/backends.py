@@ -65,7 +65,7 @@ def loaded(model: Any) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     module = without_adapter_wrapper(model)
-    keeper: _Keeper = vars(module).setdefault(KEPT, _Keeper())
+    keeper = vars(module).setdefault(KEPT, _Keeper())
     if keeper.model is None or keeper.model.backend.is_stale():
         keeper.model = LoadedModel(_backend_of(module), text_config(module))
     return keeper.model

@@ -169,7 +169,8 @@ class LoadedModel:
     ) -> None:
         self.backend, self.config, self.files, self.remarks = backend, config, files, remarks
         self.module = backend.module
-        self.name, self.tokens = (files.name, files.tokens) if files else ("", [])
+        self.name: str = files.name if files else ""
+        self.tokens: Sequence[str] = files.tokens if files else ()
         self.own_generation_config = files.generation_config() if files else None
         self.device, self.dtype = backend.device, backend.dtype
         self.vocabulary, self.num_embeddings = backend.vocabulary, backend.num_embeddings

@@ -116,7 +116,7 @@ def _drops_out(module: Any) -> bool:
 def _settings(model: Any) -> State:
     """The entries of a model's configuration, and its place."""
     config, text = unwrapped(model).config, text_config(model)
-    settings: State = {
+    settings = {
         f"config.{name}": repr(value)
         for name, value in (vars(config) | vars(text)).items()
         # a pass changes the attention's name for a while

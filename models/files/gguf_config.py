@@ -17,7 +17,7 @@ from sequoia_plan.models.files.stored import decoded_rows
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 """Of Llama-like models, by llama.cpp's name of the architecture."""
 
-SETTINGS: dict[str, tuple[str, ...]] = {
+SETTINGS = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.layer_norm_epsilon": (

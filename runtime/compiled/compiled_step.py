@@ -167,7 +167,7 @@ def new_step(
 
     Those with windows cannot, and drafts that need embeddings which the target reads.
     """
-    caches = [sequence.target, *([sequence.draft] if drafter else [])]
+    caches = sequence.target, sequence.draft
     reads_features = drafter is not None and drafter.backend.traits.reads_features
     has_windows = any(cache.positions is not None for cache in caches)
     if has_windows or (reads_features and target.reads_embeddings):

@@ -208,7 +208,7 @@ def _read_gguf_draft(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         SequoiaPlanError: if it is damaged, or has a setting that drafts do not have.
     """
     file = read_gguf(Path(path))
-    own: dict[str, Any] = {key: file.settings[key] for key in GGUF_SETTINGS if key in file.settings}
+    own = {key: file.settings[key] for key in GGUF_SETTINGS if key in file.settings}
     if GGUF_LAYERS in file.settings:
         ids = [number - 1 for number in file.settings[GGUF_LAYERS]]
         own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}

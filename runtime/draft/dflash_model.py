@@ -142,8 +142,9 @@ class DFlashModel(HiddenStateDraft):
         self.fc = nn.Linear(self.states_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
         if block.conv_kernel_size:
-            sizes = {"taps": block.conv_kernel_size, "group": block.conv_group_size}
-            self.layer_class: Any = partial(ConvolvedLayer, **sizes)
+            self.layer_class: Any = partial(
+                ConvolvedLayer, taps=block.conv_kernel_size, group=block.conv_group_size
+            )
         self.layers = self.new_layers()
         tokens = self.config.vocab_size
         if block.selector_rank:

@@ -24,11 +24,12 @@ from sequoia_plan.runtime.sequence import SequenceState
 class DraftPass:
     """One forward pass of a draft, and the children that are drawn from its logits.
 
-    `input_slots` int64 [width]; `offsets` int64 [width]; `mask` [width, size + 2]; `draw_index`
-    int64 [new nodes]; `new_nodes` int64 [new nodes]; `parents` the nodes that the rows of logits
-    belong to; `num_draws` for each, if the draft has so many tokens; `parent_rows` int64 [width];
-    `logit_rows` int64 [num_parents]; `looked_up` int64 [2, nodes], their parents' rows and the
-    nodes.
+    Slots and positions are counted from the root's: `input_slots` and `offsets`, int64 [width], of
+    the tokens that are read; `mask` [width, size + 2]: see `TreeTensors`. Logits belong to
+    `parents`, for each of which `num_draws` are drawn, if the draft has so many tokens, and
+    `max_children` used: `draw_index` int64 [new nodes] is the place of each of `new_nodes` among
+    all of these. `parent_rows` int64 [width]: in the pass before; `logit_rows` int64 [num_parents];
+    `looked_up` int64 [2, nodes]: parents' rows, and the nodes; `later`: the passes after this one.
     """
 
     input_slots: Tensor

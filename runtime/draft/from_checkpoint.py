@@ -57,7 +57,7 @@ SIZES = {
     DSPARK: ("markov_rank",),
 }
 """The settings of a block draft that are sizes of what it has beyond DFlash; see `DraftBlock`."""
-EAGLE3_SETTINGS: dict[str, tuple[Any, ...]] = {
+EAGLE3_SETTINGS = {
     "eagle_aux_hidden_state_layer_ids": ANY,
     "parallel_draft_heads_num_layers": ANY,
     "norm_before_residual": FLAG,
@@ -71,7 +71,7 @@ EAGLE3_SETTINGS: dict[str, tuple[Any, ...]] = {
     "use_mtp_layernorm": (False,),
     "parallel_draft_step": (1,),
 }
-BLOCK_SETTINGS: dict[str, tuple[Any, ...]] = {
+BLOCK_SETTINGS = {
     **dict.fromkeys([name for names in SIZES.values() for name in names], ANY),
     "block_size": ANY,
     "mask_token_id": ANY,
@@ -257,10 +257,10 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
     An unknown key of that section is refused, and so is a value that makes it another model.
     """
-    section_name, allowed = "eagle_config", EAGLE3_SETTINGS
-    if checkpoint.algorithm in BLOCK_DRAFTS:
-        section_name, allowed = "dflash_config", BLOCK_SETTINGS
-    elif checkpoint.algorithm == EAGLE1:
+    is_block_draft = checkpoint.algorithm in BLOCK_DRAFTS
+    section_name = "dflash_config" if is_block_draft else "eagle_config"
+    allowed: Mapping[str, Any] = BLOCK_SETTINGS if is_block_draft else EAGLE3_SETTINGS
+    if checkpoint.algorithm == EAGLE1:
         allowed = {}
     section = checkpoint.config.get(section_name) or {}
     if not isinstance(section, Mapping):

@@ -59,8 +59,10 @@ class PackedEagle:
         draft, self.watch = self.draft, Watch(everything)
         config, dtype = draft.config, cache_dtype(draft.dtype)
         source = ModuleSource(draft)
-        names = {n: n if n.startswith("lm_head.") else f"model.{n}" for n in source.tensors}
-        source.tensors = {names[n]: tensor for n, tensor in source.tensors.items()}
+        source.tensors = {
+            name if name.startswith("lm_head.") else f"model.{name}": tensor
+            for name, tensor in source.tensors.items()
+        }
         self.weights = packed_in_memory(source, IN_8_BITS)
         model = model_of(self.weights, config, config.head_dim, dtype.itemsize)
         self.fc = self.weights.matrix("model.fc.weight")

@@ -40,7 +40,7 @@ class TreeVerifier:
         self.looks_up = tree.looks_up
         self.nodes = torch.arange(tree.size, device=device)
         spine = np.flatnonzero(tree.classes == 0)[1:]  # the nodes on the spine below the root
-        self.spine = torch.as_tensor(spine.tolist(), dtype=torch.long, device=device)
+        self.spine = torch.as_tensor(spine, device=device)
 
     def __call__(
         self,
