@@ -203,7 +203,7 @@ def small_pair(kind, vocabulary=VOCABULARY):
     with tempfile.TemporaryDirectory() as folder:
         checkpoint(Path(folder), kind.replace("MTP", "GLM-4-MoE"), vocab_size=vocabulary)
         target = load_whole(Path(folder), torch.float32)
-    return target, load_mtp(loaded(target))
+        return target, load_mtp(loaded(target))
 
 
 def started(drafter_class, draft, text, features, committed):

@@ -256,10 +256,8 @@ def test_a_compiled_eagle_draft_drafts_as_its_modules(storage, monkeypatch):
     """After long prompts, and after those that are shorter than what a first pass reads."""
     is_exact = storage.dtype == torch.float32
     monkeypatch.setattr(eagle, "IN_8_BITS", storage)
-    resident, compiled = (
-        load_pair(dtype="float32", placement="resident"),
-        load_pair(dtype="float32"),
-    )
+    resident = load_pair(dtype="float32", placement="resident")
+    compiled = load_pair(dtype="float32")
     for count in (1, 2, 3, 9, 21):
         prompt = torch.arange(300, 300 + count)
         tree, expected = drafted(resident, prompt)

@@ -40,7 +40,8 @@ def flat(config, weights, layout):
     """The same draft as SpecForge, AngelSlim and z-lab write theirs."""
     layer = config["transformer_layer_config"]
     rope = {"rope_theta": layer["rope_parameters"]["rope_theta"], "rope_scaling": None}
-    settings = {name: value for name, value in layer.items() if name != "rope_parameters"} | rope
+    settings = layer | rope
+    del settings["rope_parameters"]
     if layout == "z-lab":
         dflash_config = {
             "mask_token_id": config["mask_token_id"],

@@ -78,7 +78,7 @@ def test_a_draw_shared_by_a_level_is_wrong_for_traversal():
 def test_greedy_is_the_targets_own_text(algorithm, tree):
     """Also inside transformers' generate."""
     target, draft = small_pair(algorithm)
-    for prompt in ([3, 1, 4], [7], list(range(45))):
+    for prompt in ([3, 1, 4], [7], list(range(1, 46))):
         ids = torch.tensor([prompt])
         expected = plain_text(target, ids, 50)
         assert SequoiaDecoder(target, draft, tree).generate(prompt, 50).sequences.equal(expected)

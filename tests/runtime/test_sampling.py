@@ -122,17 +122,19 @@ def test_the_drafts_temperature_is_its_own():
     assert lowest.equal(torch.nn.functional.one_hot(logits.argmax(-1), 5).float())
 
 
+# with a temperature of 1e-31 logits are infinite, and such a mass is 0 in float32
+IMPOSSIBLE = {
+    "temperature": (-1.0, math.nan, math.inf, 1e31, "warm", 1e-31),
+    "draft_temperature": (0.0, 1e-31, 1e31, math.nan),
+    "top_p": (0.0, 1.1, 1e-31),
+    "top_k": (-1, 2.5),
+    "min_p": (1.5, None),
+    "verifier": ("eagle",),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        # with a temperature of 1e-31 logits are infinite, and such a mass is 0 in float32
-        *(("temperature", value) for value in (-1.0, math.nan, math.inf, 1e31, "warm", 1e-31)),
-        *(("draft_temperature", value) for value in (0.0, 1e-31, 1e31, math.nan)),
-        *(("top_p", value) for value in (0.0, 1.1, 1e-31)),
-        *(("top_k", value) for value in (-1, 2.5)),
-        *(("min_p", value) for value in (1.5, None)),
-        ("verifier", "eagle"),
-    ],
+    ("name", "value"), [(name, value) for name in IMPOSSIBLE for value in IMPOSSIBLE[name]]
 )
 def test_impossible_settings(name, value):
     with pytest.raises(ArgumentError, match=re.escape(f"{name}: found {value!r}")):

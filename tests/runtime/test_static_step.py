@@ -65,8 +65,7 @@ def traced(monkeypatch):
 
 
 LOOKS_UP = TokenTree(TREE.parents, looks_up=True)
-LOOKUP_CHAIN = looking_up(*range(5))
-PORTFOLIO = TokenTree(TREE.parents, by_match={1: LOOKS_UP, 2: LOOKUP_CHAIN})
+PORTFOLIO = TokenTree(TREE.parents, by_match={1: LOOKS_UP, 2: looking_up(*range(5))})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sequoia_plan.runtime.pair import _remarks
 from sequoia_plan.runtime.sequence import SequenceLock
 
 OTHER = TokenTree.chain(4)
-PROMPTS = [[(7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(16)]
+PROMPTS = [[1 + (7 * i + j) % 90 for j in range(3 + i % 5)] for i in range(16)]
 pytestmark = pytest.mark.slow
 
 
