@@ -18,7 +18,7 @@ LEAST = 1e-9
 FIRST = 4
 """So many first steps of a tree count by the least of them: the others found nothing in caches."""
 DOUBT = 0.5
-"""A tree that was never timed may take so much less than it is thought to, as a share of that."""
+"""A tree that was timed n times lately may take less than its mean by `DOUBT / (1 + n * n)`."""
 SHARE = 0.01
 """Of the time that trees take, what timing plain steps again may cost: they may be faster now."""
 SURPRISE, MAX_CHANGE = 0.25, 0.03
@@ -40,8 +40,7 @@ class Clock:
     """Times the steps of a pair of models as texts take them, and none beside.
 
     `plain` is the logarithm of a plain step's seconds, `means` are those of the times of trees
-    over the planned, in plain steps. A tree that was timed n times lately may take less than its
-    mean, by a share of `DOUBT / (1 + n * n)`: it is taken, and timed, if it could be the best so.
+    over the planned, in plain steps.
     """
 
     def __init__(self) -> None:
@@ -54,16 +53,13 @@ class Clock:
     def measured(self, choices: Sequence[Choice], speed: float) -> Sequence[Choice]:
         """The choices as measured; the last, plain steps, alone while those are to be timed.
 
-        At a speed of so many tokens in the time of a plain step, a run of plain steps costs
-        `RUN * (1 - 1 / speed)` of it.
-
-        What was not timed differs from its plan as the last timed tree does.
+        `speed`: tokens in the time of a plain step; a run of these costs `RUN * (1 - 1 / speed)`.
         """
         self.times_plain |= self.since_plain * SHARE > RUN * (1.05 - 1 / speed)
         self.times_plain &= self.plain_run <= RUN
         if self.times_plain:
             return choices[-1:]
-        return [
+        return [  # what was not timed differs from its plan as the last timed tree does
             choice._replace(
                 cost=choice.cost * math.exp(self.means.get(shape, self.last_mean)),
                 doubt=DOUBT / (1 + self.counts[shape] ** 2),

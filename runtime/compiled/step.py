@@ -91,9 +91,8 @@ def decode(
 ):  # fmt: skip
     """One worker's part of a step; `step.output` has the numbers of `TreeStep.commit` afterwards.
 
-    `settings`: temperature, the draft's, top_p, min_p (float32 each), top_k. `step.times` has the
-    time when it began, after each draft pass with its draws, after the target's pass, and at the
-    end.
+    `settings`: temperature, the draft's, top_p, min_p (float32), top_k. `step.times` has the time
+    at the begin, after each draft pass with its draws, after the target's pass, and at the end.
     """
     length, size, path = step.length[0], tree.parents.size, step.path[: tree.depth]
     target, drafted_finite, num_passes = step.target, True, tree.passes.shape[0]

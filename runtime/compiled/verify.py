@@ -104,10 +104,7 @@ def residual(step, tree, node):
 
 @compiled
 def reject(step, tree, node, child):
-    """Reject a child, by the rule of `Residual`.
-
-    r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a)
-    """
+    """Reject a child: r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a)."""
     state = step.residuals[node]
     if not tree.looked_up[child]:
         _, _, factor, uniform = child_terms(step, tree, node, child)

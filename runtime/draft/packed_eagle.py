@@ -28,10 +28,7 @@ IN_8_BITS = Storage(bits=8)
 
 
 class PackedEagle:
-    """Runs an EAGLE-3 draft by the packed pass, its matrices rounded to 8 bits.
-
-    Methods that `HiddenStateDraft` has, too, are described there.
-    """
+    """Runs an EAGLE-3 draft by the packed pass, in 8 bits; methods are as in `HiddenStateDraft`."""
 
     feature_dtype = torch.float32
     notes_finite, traits = True, Traits(is_compiled=True, reads_features=True)
