@@ -52,7 +52,7 @@ def test_a_pass_reads_the_experts_that_it_chooses(tmp_path, monkeypatch):
     The control reads one expert too few.
     """
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
-    tiny("Qwen3-MoE", num_hidden_layers=6, num_experts=16, **wide).save_pretrained(tmp_path)
+    tiny("Qwen3-MoE", num_hidden_layers=6, num_local_experts=16, **wide).save_pretrained(tmp_path)
     offloaded = offloaded_from(tmp_path)
     read_chosen, counts, left_out = disk_stream.DiskStream.read_chosen, Counter(), []
 
