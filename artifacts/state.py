@@ -18,9 +18,9 @@ FIRST_BALANCE, MAX_BALANCE = 1.5, 5.0
 LEAST_SPEEDUP = 1 / (1 + MAX_LOSS + FIRST_BALANCE / 64)
 """What is promised to a text of 64 tokens on which nothing is accepted."""
 PRIOR = 8.0
-"""Accepted tokens that the plan's expectation counts for, beside those of the text."""
-MEMORY = 64
-"""Steps after which what a text accepted counts a third, about."""
+"""Accepted tokens that what was known before a text counts for, beside those of the text."""
+MEMORY, LONG_MEMORY = 64, 2048
+"""Steps after which what a text accepted counts a third, about, and what all texts did."""
 RUNGS = (2, 4, 8, 16, 32)
 """Nodes of the trees that steps may take in place of the plan's."""
 IN_DOUBT = 0.4
@@ -71,6 +71,10 @@ def choices_of(tree: TokenTree, match_length: int, has_rungs: bool = True) -> li
     return [own if planned.size > 1 else PLAIN, *choices]
 
 
+Counts = tuple[tuple[float, float], ...]
+NO_COUNTS: Counts = ((0.0, 0.0), (0.0, 0.0))
+
+
 class State(NamedTuple):
     """What is known of a text from the steps before.
 
@@ -82,13 +86,15 @@ class State(NamedTuple):
         speed: tokens in the time of a plain step, lately: what time is worth.
         counts: of steps whose spine is drafted, and of those whose is looked up, the
             tokens beyond one a step, and how many the plan expected; older steps count less.
+        all_counts: the same of this text and those before.
     """
 
     length: int
     match_length: int
     balance: float = FIRST_BALANCE
     speed: float = 1.0
-    counts: tuple[tuple[float, float], ...] = ((0.0, 0.0), (0.0, 0.0))
+    counts: Counts = NO_COUNTS
+    all_counts: Counts = NO_COUNTS
 
     def choose(self, choices: Sequence[Choice]) -> Choice:
         """Which choice the step takes: of the highest F - S t (planner/solving/match/portfolio.py).
@@ -98,8 +104,7 @@ class State(NamedTuple):
 
         def gain(choice: Choice) -> float:
             """Expected tokens less one, and less those that the step's time is worth."""
-            yielded, expected = self.counts[choice.tree.looks_up]
-            tokens = (choice.tokens - 1) * (PRIOR + yielded) / (PRIOR + expected)
+            tokens = (choice.tokens - 1) * self._yield_of_expected(choice.tree.looks_up)
             return tokens - self.speed * choice.cost / (1 + choice.doubt)
 
         if self.balance < 0:
@@ -107,18 +112,32 @@ class State(NamedTuple):
         best = max(choices, key=gain)
         return best if gain(best) > gain(choices[0]) + EQUAL else choices[0]
 
+    def _yield_of_expected(self, looks_up: bool) -> float:
+        """How much of what the plan expects such steps yield: as in all texts, then as in this."""
+        ratio = 1.0
+        for counts in (self.all_counts, self.counts):
+            yielded, expected = counts[looks_up]
+            ratio = (PRIOR * ratio + yielded) / (PRIOR + expected)
+        return ratio
+
     def after_step(self, choice: Choice, num_tokens: int, match_length: int) -> State:
         """The state after a step that took `choice`; one that times its tree is not charged."""
         balance = self.balance
         if choice.doubt < IN_DOUBT:
             balance += num_tokens * (1 + MAX_LOSS) - choice.cost
-        counts = [(a - a / MEMORY, b - b / MEMORY) for a, b in self.counts]
-        yielded, expected = counts[choice.tree.looks_up]
-        counts[choice.tree.looks_up] = yielded + num_tokens - 1, expected + choice.tokens - 1
+
+        def counted(counts: Counts, memory: int) -> Counts:
+            """The counts with those of this step."""
+            faded = [(a - a / memory, b - b / memory) for a, b in counts]
+            yielded, expected = faded[choice.tree.looks_up]
+            faded[choice.tree.looks_up] = yielded + num_tokens - 1, expected + choice.tokens - 1
+            return tuple(faded)
+
         return State(
             self.length + num_tokens,
             match_length,
             min(balance, MAX_BALANCE),
             max(1.0, self.speed + (num_tokens - self.speed * choice.cost) / MEMORY),
-            tuple(counts),
+            counted(self.counts, MEMORY),
+            counted(self.all_counts, LONG_MEMORY),
         )

@@ -22,7 +22,6 @@ from sequoia_plan.models.offload.memory import SLOTS
 from sequoia_plan.models.offload.weight_file import Place, WeightBlock, aligned_memory
 from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
-from sequoia_plan.runtime.draft.placement import run_draft_as
 
 Shape = dict[str, int]
 
@@ -103,7 +102,7 @@ def random_pair(
             norms=Eagle3Norms(),
         )
     eagle = eagle.to(dtype).eval()
-    run_draft_as(eagle, FUSED)
+    eagle.run_as(FUSED)
     return Pair(target_model, eagle, None)
 
 

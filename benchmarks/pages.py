@@ -246,14 +246,14 @@ def clock(results: Path) -> Iterator[str]:
     report = read(results, "clock")
     yield f"{report['processor']}; {report['prompts']} prompts x {report['tokens']} tokens."
     yield ""
-    titles = (f"{title}, {n}" for n in report["figures"] for title in ("promised", "measured"))
-    yield from header("plan; threads", *titles)
-    for name, figures in next(iter(report["figures"].values())).items():
-        cells = [f"{name} ({figures['nodes']} nodes)"]
-        for by_plan in report["figures"].values():
-            middle, low, high = by_plan[name]["over_plain"]
-            cells += [f"{by_plan[name]['promised']:.2f}x", f"{middle:.2f}x ({low:.2f}-{high:.2f})"]
-        yield row(*cells)
+    columns = report["figures"].values()
+    yield from header("plan", *report["figures"])
+    for name in next(iter(columns)):
+        cells = []
+        for by_plan in columns:
+            promised, (middle, low, high) = by_plan[name]["promised"], by_plan[name]["over_plain"]
+            cells.append(f"{middle:.2f}x ({low:.2f}-{high:.2f}) of {promised:.2f}x")
+        yield row(name, *cells)
 
 
 TABLES: dict[str, Callable[[Path], Iterator[str]]] = {

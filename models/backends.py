@@ -11,13 +11,12 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
     model_type,
     text_config,
-    unwrapped,
     without_adapter_wrapper,
 )
-from sequoia_plan.models.base.dtype import resolve_dtype
 from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
+from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.files.metadata import module_metadata
-from sequoia_plan.models.files.pretrained import ModelFiles, find_model
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.models.layers.fuse import fuse
 from sequoia_plan.models.loaded_model import Backend, LoadedModel
 from sequoia_plan.models.modules.backend import ModuleBackend
@@ -30,7 +29,6 @@ from sequoia_plan.models.offload.memory import (
     own_bytes,
     split_memory,
 )
-from sequoia_plan.models.offload.weight_file import OnBytes
 
 RESIDENT, FUSED, COMPILED = "resident", "fused", "compiled"
 """How passes run: by the modules that transformers loads; by fused layers, where those compute the
@@ -67,12 +65,9 @@ def loaded(model: Any) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     module = without_adapter_wrapper(model)
-    keeper: _Keeper = vars(module).setdefault(KEPT, _Keeper())
+    keeper = vars(module).setdefault(KEPT, _Keeper())
     if keeper.model is None or keeper.model.backend.is_stale():
-        generation_config = getattr(unwrapped(module), "generation_config", None)
-        keeper.model = LoadedModel(
-            _backend_of(module), text_config(module), generation_config=generation_config
-        )
+        keeper.model = LoadedModel(_backend_of(module), text_config(module))
     return keeper.model
 
 
@@ -102,41 +97,34 @@ def _backend_of(module: Any) -> Backend:
     return ModuleBackend(module)
 
 
-def load_model(
-    source: str | None,
-    device: str = "cpu",
-    dtype: str = "auto",
-    placement: str = COMPILED,
-    bits: int | None = None,
-    on_bytes: OnBytes = lambda done, total: None,
-) -> LoadedModel:
-    """Load a language model; the arguments are those of `load_pair`.
+def load_model(source: str | None, how: Loading) -> LoadedModel:
+    """Load a language model, named as for `load_pair`.
 
     Raises:
-        SequoiaPlanError: if it cannot be found or loaded, or `bits` are asked for and it is not
+        SequoiaPlanError: if it cannot be found or loaded, or bits are asked for and it is not
             compiled.
     """
-    files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
+    files = find_model(source)
     backend: Any = None
     remarks: tuple[str, ...] = ()
-    if placement == COMPILED:
+    if how.placement == COMPILED:
         from sequoia_plan.models.packed.loading import load_packed
 
-        backend, reason = load_packed(files, torch_dtype, dtype == "auto", bits, on_bytes)
+        backend, reason = load_packed(files, how)
         if backend is None:
-            if bits:
-                raise SequoiaPlanError(f"bits {bits}: the model cannot be compiled: {reason}")
+            if how.bits:
+                raise SequoiaPlanError(f"bits {how.bits}: the model cannot be compiled: {reason}")
             remarks = (f"{files.name}: PyTorch runs it, its pass is not compiled: {reason}",)
     if backend is None:
-        module = files.module(torch_dtype).to(device)
-        backend = ModuleBackend(module, fused(module, placement))
-    model = _with_files(backend, files, remarks)
+        module = files.module(how.torch_dtype).to(how.device)
+        backend = ModuleBackend(module, fused(module, how.placement))
+    model = LoadedModel(backend, files.config.get_text_config(), files, remarks)
     if backend.module is not None:
         keep_loaded(backend.module, model)
     return model
 
 
-def loaded_as(module: Any, placement: str) -> LoadedModel:
+def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
     """The model of a module in memory, which runs as `placement` says."""
     if placement == COMPILED:
         return loaded(module)
@@ -152,35 +140,25 @@ def fused(module: Any, placement: str) -> dict[str, Any]:
     return module_metadata(module) | {"placement": FUSED, "fused_layers": fuse(module)}
 
 
-def _with_files(backend: Backend, files: ModelFiles, remarks: tuple[str, ...] = ()) -> LoadedModel:
-    """The model of a backend, with what its files say."""
-    config = files.config.get_text_config()
-    return LoadedModel(
-        backend, config, name=files.name, generation_config=files.generation_config(),
-        load_tokenizer=files.tokenizer, tokens=files.tokens, remarks=remarks,
-    )  # fmt: skip
-
-
 class OffloadedModel:
     """A target that is streamed from a `link`, but for what fits beside its draft."""
 
     def __init__(
-        self, source: str | None, device: str, dtype: str, placement: str, link: str,
-        memory: str | int | None, on_bytes: OnBytes = lambda done, total: None,
-    ) -> None:  # fmt: skip
-        files, torch_dtype = find_model(source), resolve_dtype(dtype, device)
-        self.link, self.is_fused = link, placement != RESIDENT
-        self.budget = as_bytes(memory, torch.device(device))
+        self, source: str | None, how: Loading, link: str, memory: str | int | None
+    ) -> None:
+        files = find_model(source)
+        self.link, self.is_fused = link, how.placement != RESIDENT
+        self.budget = as_bytes(memory, torch.device(how.device))
         self.parts: Any = None
-        if placement == COMPILED and link == "disk":
-            from sequoia_plan.models.packed.loading import offload_packed
+        if how.placement == COMPILED and link == "disk":
+            from sequoia_plan.models.packed.loading import load_packed
 
-            self.parts = offload_packed(files, torch_dtype, dtype == "auto", on_bytes)
+            self.parts, _ = load_packed(files, how, streams=True)
         if self.parts is None:
             from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
 
-            self.parts = OffloadedTarget(files, device, torch_dtype)
-        self.model = _with_files(self.parts.backend, files)
+            self.parts = OffloadedTarget(files, how.device, how.torch_dtype)
+        self.model = LoadedModel(self.parts.backend, files.config.get_text_config(), files)
 
     def load_beside(self, draft: Any) -> None:
         """Load the layers that fit beside a draft, which may be None, and stream the others."""

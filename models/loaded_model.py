@@ -1,7 +1,5 @@
 """A language model as decoding runs it: what it is, and the backend that runs its passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,6 +153,7 @@ class LoadedModel:
     Attributes:
         config: transformers' configuration of the language model.
         module: transformers' model; None if nothing of it is in memory.
+        files: the `ModelFiles` that it was loaded from; None for a module of a user.
         tokens: the vocabulary as text, by number; empty if it is not known without the tokenizer.
         remarks: what a user should know about how it runs, a sentence each.
         d2t: of a draft that covers a part of its target's vocabulary, int64 [its vocabulary]: the
@@ -165,17 +164,14 @@ class LoadedModel:
         self,
         backend: Backend,
         config: PreTrainedConfig,
-        *,
-        name: str = "",
-        generation_config: Any = None,
-        load_tokenizer: Callable[[], Any] | None = None,
-        tokens: Sequence[str] = (),
+        files: Any = None,
         remarks: tuple[str, ...] = (),
     ) -> None:
-        self.backend, self.config, self.name = backend, config, name
+        self.backend, self.config, self.files, self.remarks = backend, config, files, remarks
         self.module = backend.module
-        self.own_generation_config, self.load_tokenizer = generation_config, load_tokenizer
-        self.tokens, self.remarks = tokens, remarks
+        self.name: str = files.name if files else ""
+        self.tokens: Sequence[str] = files.tokens if files else ()
+        self.own_generation_config = files.generation_config() if files else None
         self.device, self.dtype = backend.device, backend.dtype
         self.vocabulary, self.num_embeddings = backend.vocabulary, backend.num_embeddings
         self.traits = backend.traits
@@ -192,7 +188,7 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Any:
         """transformers' tokenizer; None if there is none."""
-        return self.load_tokenizer() if self.load_tokenizer else None
+        return self.files.tokenizer() if self.files else None
 
     @property
     def stream(self) -> WeightStream | None:
@@ -238,6 +234,13 @@ class LoadedModel:
             *self.backend.forward(cache, tokens, positions, masks, logits_to_keep, hidden_states)
         )
 
+    def read_text(
+        self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int, *options: Any
+    ) -> ForwardOutput:
+        """`__call__` for tokens of a text: in their slots, each sees all slots up to its own."""
+        mask = causal_mask(slots, extent, self.dtype)
+        return self(cache, tokens, slots, slots, mask, *options)
+
     def cut_vocabulary(self, d2t: Tensor) -> None:
         """As a draft, propose of its tokens these alone (int64 [n]); ArgumentError if not."""
         own = torch.arange(self.vocabulary) if self.d2t is None else self.d2t
@@ -273,10 +276,9 @@ class LoadedModel:
             # padding beyond the prompt stays hidden until a step writes to its slots
             chunk = nn.functional.pad(chunk, (0, width - chunk.numel()))
             slots = torch.arange(first, first + width, device=tokens.device)
-            mask = causal_mask(slots, extent, self.dtype)
             is_last = first + num_read >= tokens.numel()
             cache.may_wait = is_last and not hidden_states  # one reading of the weights for both
-            output = self(cache, chunk, slots, slots, mask, 1, hidden_states)
+            output = self.read_text(cache, chunk, slots, extent, 1, hidden_states)
             if on_chunk is not None and output.hidden_states is not None:
                 on_chunk(slots, extent, output.hidden_states)
         cache.may_wait = False

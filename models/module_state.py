@@ -8,7 +8,7 @@ import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
-    device_and_dtype,
+    execution_device,
     model_type,
     text_config,
     unwrapped,
@@ -116,12 +116,14 @@ def _drops_out(module: Any) -> bool:
 def _settings(model: Any) -> State:
     """The entries of a model's configuration, and its place."""
     config, text = unwrapped(model).config, text_config(model)
-    settings: State = {
+    settings = {
         f"config.{name}": repr(value)
         for name, value in (vars(config) | vars(text)).items()
         # a pass changes the attention's name for a while
         if not name.endswith(("_token_id", "_internal")) and not hasattr(value, "to_dict")
     }
-    device, dtype = device_and_dtype(model)
-    place = {"attention": attention_implementation(text), "device": device, "dtype": dtype}
-    return settings | place
+    return settings | {
+        "attention": attention_implementation(text),
+        "device": execution_device(model),
+        "dtype": model.dtype,
+    }

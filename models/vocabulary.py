@@ -45,7 +45,7 @@ def vocabulary_size(model: Any) -> int:
     Tokens that only pad the head may be generated, as transformers does.
     """
     head = model.get_output_embeddings()  # which an adapter may wrap
-    return int(getattr(head, "out_features", 0) or text_config(model).vocab_size)
+    return getattr(head, "out_features", 0) or text_config(model).vocab_size
 
 
 def common_tokens(target: LoadedModel, draft: LoadedModel) -> int:

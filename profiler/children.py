@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
+from sequoia_plan.runtime.verify import VERIFIERS, DrawnTree, TreeIndex
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,8 @@ class DrawnChildren:
         count, ranks = drawn.shape
         # each position is the root of a one-level tree; the roots come first, then their children
         stars = TreeIndex.stars(count, ranks, target_probs.device)
-        options = {}
         if looked_up is not None:
-            options["looked_up"] = torch.cat([looked_up, torch.full_like(drawn, -1).flatten()])
-        acceptance = VERIFIERS[name](
-            lambda nodes: target_probs[nodes], draft_probs, drawn, stars, self.d2t, **options
-        )
+            looked_up = torch.cat([looked_up, torch.full_like(drawn, -1).flatten()])
+        tree = DrawnTree(target_probs.__getitem__, draft_probs, drawn, stars, self.d2t, looked_up)
+        acceptance = VERIFIERS[name](tree)
         return acceptance.end_probs[count:].reshape(count, ranks)

@@ -1,28 +1,26 @@
 """How far `traversal` gets in a tree where `sequoia` verifies the same draws."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, traversal
+from sequoia_plan.runtime.verify import VERIFIERS, DrawnTree, TreeIndex, traversal
 
 
-def adding_to(reached: Tensor) -> Callable[..., None]:
+def adding_to(reached: Tensor) -> Callable[[DrawnTree], None]:
     """Adds up how often accepted paths get to each level, as `TreeVerifier.observe`.
 
     `reached` float64 [2, depth]: of `sequoia`, and of `traversal`, on the same draws.
     """
 
-    def add(*inputs: Any) -> None:
+    def add(tree: DrawnTree) -> None:
         """Compute what both would accept."""
-        index: TreeIndex = inputs[3]
-        residual = traversal.residual_after_children(*inputs)
+        index, residual = tree.index, traversal.residual_after_children(tree)
         subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
-        levels = index.offsets.cpu()  # of each node
+        levels = index.levels.cpu()  # of each node
         end_probs = torch.zeros_like(reached[0])  # that sequoia's path ends on each level
-        end_probs.index_add_(0, levels, VERIFIERS["sequoia"](*inputs).end_probs.cpu())
+        end_probs.index_add_(0, levels, VERIFIERS["sequoia"](tree).end_probs.cpu())
         # the path gets to a level if it ends there or below
         reached[0] += end_probs.flip(0).cumsum(0).flip(0)
         reached[1].index_add_(0, levels, path_probs(subtree_probs, index))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.models.base.errors import first_line
 
 T = TypeVar("T")
 _capture_lock = threading.RLock()
@@ -113,10 +114,9 @@ class Graphs:
         except RuntimeError as error:
             may_pass = "captur" in str(error)  # as in each of CUDA's errors 900 to 907
             self.failed[key] = self.failed[key] + 1 if may_pass else MAX_CAPTURES
-            part, reason = _part_of(key), str(error).strip().split("\n")[0]
             message = (
-                f"{part}: cannot be captured as a CUDA graph and runs slower, kernel by kernel: "
-                f"{reason:.200}"
+                f"{_part_of(key)}: cannot be captured as a CUDA graph and runs slower, kernel by "
+                f"kernel: {first_line(error)}"
             )
             if message not in self.warned and not self.may_capture(key):
                 self.warned.add(message)

@@ -224,11 +224,11 @@ class CapturedStep(TreeStep):
     def run_verification(self, logits: Tensor, drafted: DraftedTree, sampling: Sampling) -> Tensor:
         """`verify` and `commit`, as a CUDA graph where that is possible."""
 
-        def verify_and_commit(logits: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
+        def verify_and_commit(logits: Tensor, *drafted: Tensor) -> Tensor:
             """The part as a function of tensors alone, as a graph needs it."""
-            return self.commit(self.verify(logits, DraftedTree(draft_probs, drawn), sampling))
+            return self.commit(self.verify(logits, DraftedTree(*drafted), sampling))
 
-        inputs = (logits, drafted.draft_probs, drafted.drawn)
+        inputs = (logits, *drafted)
         return self.replay("verify", verify_and_commit, sampling, logits.dtype, inputs=inputs)
 
     def replay(

@@ -17,6 +17,10 @@ LEAST = 1e-9
 """Seconds of a step, where a clock stands still or goes back."""
 FIRST = 4
 """So many first steps of a tree count by the least of them: the others found nothing in caches."""
+DOUBT = 0.5
+"""A tree that was timed n times lately may take less than its mean by `DOUBT / (1 + n * n)`."""
+SHARE = 0.01
+"""Of the time that trees take, what timing plain steps again may cost: they may be faster now."""
 SURPRISE, MAX_CHANGE = 0.25, 0.03
 """Two steps in a row that differ so much from their means halve what all count for, and what their
 tree has counted for is gone; else a step moves its mean by so much at most. In logarithms."""
@@ -36,29 +40,29 @@ class Clock:
     """Times the steps of a pair of models as texts take them, and none beside.
 
     `plain` is the logarithm of a plain step's seconds, `means` are those of the times of trees
-    over the planned, in plain steps. A tree that was timed n times lately may take 1 / (1 + n * n)
-    less than its mean: so it is taken, and timed, if it could then be the best.
+    over the planned, in plain steps.
     """
 
     def __init__(self) -> None:
         self.now, self.plain_run, self.plain = time.perf_counter, 0, 0.0
         self.last_mean, self.last_change, self.times_plain = 0.0, 0.0, False
+        self.since_plain, self.has_warned = math.inf, False
         self.means = {PLAIN_SHAPE: 0.0}
         self.counts: defaultdict[Shape, float] = defaultdict(float)
 
-    def measured(self, choices: Sequence[Choice]) -> Sequence[Choice]:
+    def measured(self, choices: Sequence[Choice], speed: float) -> Sequence[Choice]:
         """The choices as measured; the last, plain steps, alone while those are to be timed.
 
-        What was not timed differs from its plan as the last timed tree does.
+        `speed`: tokens in the time of a plain step; a run of these costs `RUN * (1 - 1 / speed)`.
         """
-        self.times_plain |= self.counts[PLAIN_SHAPE] < RUN / 2
+        self.times_plain |= self.since_plain * SHARE > RUN * (1.05 - 1 / speed)
         self.times_plain &= self.plain_run <= RUN
         if self.times_plain:
             return choices[-1:]
-        return [
+        return [  # what was not timed differs from its plan as the last timed tree does
             choice._replace(
                 cost=choice.cost * math.exp(self.means.get(shape, self.last_mean)),
-                doubt=1 / (1 + self.counts[shape] ** 2),
+                doubt=DOUBT / (1 + self.counts[shape] ** 2),
             )
             for choice in choices
             for shape in [shape_of(choice.tree)]
@@ -69,6 +73,7 @@ class Clock:
         shape, seconds = shape_of(choice.tree), max(seconds, LEAST)
         is_plain = shape == PLAIN_SHAPE
         self.plain_run = self.plain_run + 1 if is_plain else 0
+        self.since_plain = 0.0 if self.plain_run > RUN else self.since_plain + choice.cost
         if self.plain_run == 1:
             return choice  # it finds less of the weights in the processor's cache
         if not self.counts:

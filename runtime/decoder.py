@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
-from sequoia_plan.artifacts.state import Choice, State, choices_of
+from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
@@ -25,6 +25,7 @@ from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Ending,
     Generation,
+    Session,
     TokenRecord,
     check_loaded,
     end_tokens,
@@ -33,7 +34,6 @@ from sequoia_plan.runtime.generation import (
     whole_number,
 )
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
-from sequoia_plan.runtime.session import Session
 from sequoia_plan.runtime.text import NewText, TextStream
 
 SEEDS = (-(1 << 63), (1 << 64) - 1)
@@ -116,7 +116,7 @@ class SequoiaDecoder:
         trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
-        self.step, self.has_warned = self.step_of_tree[tree], False
+        self.step = self.step_of_tree[tree]
         self.state = self.first_state = State(0, 0, speed=tree.plan.predicted_speedup or 1.0)
         stream, latency = models.target.stream, tree.plan.latency
         if stream and latency and latency.stream:
@@ -255,10 +255,10 @@ class SequoiaDecoder:
         """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
         choices = self.choices_at(*self.state[:2])
         factor = math.exp(self.clock.means.get(shape_of(choices[0].tree), 0.0))
-        if self.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
+        if self.clock.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
-        self.has_warned = True
-        chosen = self.state.choose(self.clock.measured(choices)).tree
+        self.clock.has_warned = True
+        chosen = self.state.choose(self.clock.measured(choices, self.state.speed)).tree
         logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
             f"steps with the plan's tree take {factor:.2f} times as long as planned, beside plain "
             f"ones: this machine is not as profiled, or busy; the choice now: {chosen}. For a plan "
@@ -333,12 +333,12 @@ class SequoiaDecoder:
             length = prompt.numel() - 1
             match_length = int(step.look_up()) if step.lookup else 0
             state = self.state if timed else self.first_state
-            state = state._replace(length=length, match_length=match_length)
+            state = state._replace(length=length, match_length=match_length, counts=NO_COUNTS)
             end = min(length + max_new_tokens, step.target.context - 1)
             launched: Callable[[int], StepOutput] | None = None
             while length < end:
                 choices = self.choices_at(length, state.match_length)
-                choice = state.choose(clock.measured(choices) if timed else choices)
+                choice = state.choose(clock.measured(choices, state.speed) if timed else choices)
                 step = self.step_of_tree[choice.tree]
                 started = clock.now()
                 read_output = launched or step.launch(length, sampling)

@@ -1,4 +1,4 @@
-"""What goes into a generation, and what comes out: prompts, endings, results."""
+"""What goes into a generation, and what comes out: prompts, endings, results, texts that go on."""
 
 import inspect
 import operator
@@ -138,6 +138,38 @@ class Ending:
                 if bool(torch.as_tensor(criterion(ids, None)).all()):
                     return "stop"
         return self.reason_at_max_length if len(self.sequence) >= self.max_length else ""
+
+
+class Session:
+    """A decoder and the token ids of one text, which the decoder's caches hold between turns.
+
+    Whatever else the decoder generates meanwhile is right, too; the text is then read again.
+    """
+
+    def __init__(self, decoder: Any, prompt: Any = ()) -> None:
+        self.decoder, self.ids = decoder, list[int]()
+        if len(prompt):
+            self.say(prompt)
+
+    def say(self, prompt: Any) -> None:
+        """Add text or token ids; they are read when the text is continued."""
+        tokenizer = self.decoder.tokenizer
+        if isinstance(prompt, str) and tokenizer is not None and self.ids:
+            # it begins no text, where many tokenizers put a space
+            space = " " * "".join(tokenizer.tokenize("a")).startswith("▁")
+            prompt = tokenizer(prompt.removeprefix(space), add_special_tokens=False)
+        self.ids += read_prompt(prompt, tokenizer, None, self.decoder.step.target).tolist()
+
+    def generate(self, max_new_tokens: int | None = 128, **settings: Any) -> Generation:
+        """Continue the text; `settings` are those of `SequoiaDecoder.generate`."""
+        result = self.decoder.generate(self.ids, max_new_tokens, reuse_prefix=True, **settings)
+        self.ids = result.sequences[0].tolist()
+        return result
+
+    def rewind(self, num_tokens: int) -> None:
+        """Take the last tokens back."""
+        count = whole_number("num_tokens", num_tokens, 0, len(self.ids)) or 0
+        del self.ids[len(self.ids) - count :]
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: int | None = None) -> int | None:

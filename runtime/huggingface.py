@@ -95,8 +95,8 @@ def sequoia(
         ],
         logits_processor=processors,
         constraint=constraint,
-        output_logits=bool(config.output_logits),
-        output_scores=bool(config.output_scores),
+        output_logits=config.output_logits,
+        output_scores=config.output_scores,
         reuse_prefix=count > 1,
         timed=sampling.greedy,  # with `set_seed` alone a text is repeatable, too
     )

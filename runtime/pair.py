@@ -14,19 +14,16 @@ from sequoia_plan.artifacts.prompts import BUILT_IN, load
 from sequoia_plan.models import backends
 from sequoia_plan.models.backends import COMPILED, FUSED, PLACEMENTS, RESIDENT
 from sequoia_plan.models.base.architecture import context_length, rope_reason
-from sequoia_plan.models.base.dtype import resolve_dtype
 from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
-from sequoia_plan.models.base.masks import causal_mask
+from sequoia_plan.models.base.loading import Loading, OnBytes
 from sequoia_plan.models.files.gguf import is_gguf
 from sequoia_plan.models.files.pretrained import find_model, name_of
 from sequoia_plan.models.loaded_model import NOT_CUT, LoadedModel
-from sequoia_plan.models.offload.weight_file import OnBytes
 from sequoia_plan.models.vocabulary import common_tokens, shared_vocabulary
 from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.draft_file import load_draft, save_as_folder
 from sequoia_plan.runtime.draft.from_checkpoint import d2t_of, length_remarks, load_checkpoint
 from sequoia_plan.runtime.draft.mtp import MTP, load_mtp
-from sequoia_plan.runtime.draft.placement import run_draft_as
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.sampling.sampling import not_followed
 from sequoia_plan.runtime.text import text_ids
@@ -127,26 +124,23 @@ def load_pair(
             is short.
     """
     _check_arguments(target, draft, device, offload, memory)
-    resolve_dtype(dtype, device)
-    placement = _resolve_placement(placement, device)
+    how = Loading(_resolve_placement(placement, device), device, dtype, bits, on_bytes)
     if bits and (
-        bits not in (8, 4) or offload or placement != COMPILED
+        bits not in (8, 4) or offload or how.placement != COMPILED
         or (is_gguf(target) and dtype == "auto")
     ):  # fmt: skip
         raise ArgumentError(
-            f"bits: found {bits} for {target or placement}, expected 8 or 4 for a target that is "
-            'compiled on a CPU; a GGUF file has bits of its own, unless dtype is not "auto"'
+            f"bits: found {bits} for {target or how.placement}, expected 8 or 4 for a target that "
+            'is compiled on a CPU; a GGUF file has bits of its own, unless dtype is not "auto"'
         )
     if offload:
-        offloaded = backends.OffloadedModel(
-            target, device, dtype, placement, offload, memory, on_bytes
-        )
-        model, how = offloaded.model, f"streamed from {offload}"
+        offloaded = backends.OffloadedModel(target, how, offload, memory)
+        model, placement = offloaded.model, f"streamed from {offload}"
     else:
-        model = backends.load_model(target, device, dtype, placement, bits, on_bytes)
-        how = str(model.metadata()["placement"])
-    pair = Pair(model, None, model.tokenizer, {}, how, _remarks(model))
-    pair = add_draft(pair, draft, device, dtype, placement, on_bytes, target)
+        model = backends.load_model(target, how)
+        placement = model.metadata()["placement"]
+    pair = Pair(model, None, model.tokenizer, {}, placement, _remarks(model))
+    pair = add_draft(pair, draft, how, target)
     if draft_vocabulary:
         if not isinstance(pair.draft, LoadedModel):
             raise ArgumentError(f"draft vocabulary {draft_vocabulary}: {NOT_CUT}")
@@ -156,7 +150,7 @@ def load_pair(
     if offload:
         offloaded.load_beside(pair.draft)
     elif bits:
-        cost = _cost_of_rounding(pair, target, device, dtype, bits)
+        cost = _cost_of_rounding(pair, target, how)
         pair = replace(pair, remarks=(*pair.remarks, cost))
     pair.metadata["target"] = pair.target.metadata()
     if pair.draft is not None:
@@ -169,13 +163,7 @@ def load_pair(
 
 
 def add_draft(
-    pair: Pair,
-    draft: str | None,
-    device: str,
-    dtype: str,
-    placement: str,
-    on_bytes: OnBytes = lambda done, total: None,
-    target_source: str | None = None,
+    pair: Pair, draft: str | None, how: Loading, target_source: str | None = None
 ) -> Pair:
     """The pair with the draft of this name; its metadata has the draft's name.
 
@@ -189,26 +177,26 @@ def add_draft(
     name = name_of(source)
     model: Any
     if draft == INT8:
-        if placement != COMPILED or target.module is not None:
+        if how.placement != COMPILED or target.module is not None:
             raise ArgumentError(
                 f"draft {INT8}: {target.name} is run by PyTorch, expected a target that a CPU's "
                 "compiled pass runs from its file; name another draft, or none to look tokens up"
             )
-        model = backends.load_model(target_source, device, dtype, placement, 8, on_bytes)
+        model = backends.load_model(target_source, replace(how, bits=8))
         name = model.name = f"{target.name} {INT8}"
     elif source.endswith(".safetensors"):
-        model, name = backends.loaded_as(load_draft(source, target), placement), Path(source).stem
-        model.name = name
+        model = backends.loaded_as(load_draft(source, target), how.placement)
+        name = model.name = Path(source).stem
     elif draft == MTP:
         model, name = load_mtp(target), MTP
-        remarks += run_draft_as(model, placement)
+        remarks += model.run_as(how.placement)
     elif checkpoint := find_checkpoint(source):
         model = load_checkpoint(checkpoint, target, target.dtype)
-        remarks += length_remarks(checkpoint, model, target) + run_draft_as(model, placement)
+        remarks += length_remarks(checkpoint, model, target) + model.run_as(how.placement)
     else:
-        keeps_bits = placement == COMPILED and is_gguf(source)
-        dtype = "auto" if keeps_bits else dtype  # no text depends on a draft's bits
-        model = backends.load_model(source, device, dtype, placement, on_bytes=on_bytes)
+        keeps_bits = how.placement == COMPILED and is_gguf(source)
+        dtype = "auto" if keeps_bits else how.dtype  # no text depends on a draft's bits
+        model = backends.load_model(source, replace(how, dtype=dtype, bits=None))
         vocabulary, d2t = shared_vocabulary(target, model, common_tokens(target, model))
         if model.vocabulary != target.vocabulary:  # the decoder compares no tokenizers
             model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
@@ -308,15 +296,14 @@ def _resolve_placement(placement: str, device: str) -> str:
 
 
 @torch.inference_mode()
-def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, bits: int) -> str:
+def _cost_of_rounding(pair: Pair, target: str | None, how: Loading) -> str:
     """A sentence on what rounding the target costs on the first built-in prompts."""
-    exact = find_model(target).module(resolve_dtype(dtype, device))
+    exact = find_model(target).module(how.torch_dtype)
     divergences, agreements = [], []
     for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
         tokens = torch.tensor(text_ids(pair.tokenizer, str(prompt.text)))
         places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
-        mask = causal_mask(places, len(tokens), pair.target.dtype)
-        logits = pair.target(cache, tokens, places, places, mask).logits
+        logits = pair.target.read_text(cache, tokens, places, len(tokens)).logits
         expected, rounded = (
             x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], logits)
         )
@@ -324,7 +311,7 @@ def _cost_of_rounding(pair: Pair, target: str | None, device: str, dtype: str, b
         agreements.append(expected.argmax(-1) == rounded.argmax(-1))
     agreement = torch.cat(agreements).double()
     return (
-        f"target: rounded to {bits} bits: a mean KL divergence of "
+        f"target: rounded to {how.bits} bits: a mean KL divergence of "
         f"{float(torch.cat(divergences).mean()):.2g} a token, and the same most probable token at "
         f"{float(agreement.mean()):.1%} of {len(agreement)} places of the built-in prompts"
     )

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base.tree_tensors import TreeTensors
+from sequoia_plan.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.constraints.path_logits import Path, paths_of
 from sequoia_plan.runtime.decoding_models import DecodingModels
-from sequoia_plan.runtime.draft.drafter import DraftedTree, DraftPass, draft_tree
+from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draw_children
 from sequoia_plan.runtime.lookup import Lookup, look_up
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.sequence import DRAFT_NOT_FINITE, TARGET_NOT_FINITE
@@ -62,25 +63,59 @@ class TreeStep:
         if self.tree.looks_up:
             chain = sequence.lookup_chain[: spine.numel()]
             sequence.tokens.index_copy_(0, sequence.length + spine, chain)
+        empty = sequence.tokens[:0]  # on the right device
+        nothing = DraftedTree(empty, empty)
         if not self.drafter or not self.passes:
-            nothing = sequence.tokens[:0]  # an empty tensor on the right device
-            return DraftedTree(nothing, nothing)
-        columns = self.tensors.columns(sequence.length, extent)
-        bits = self.random_bits(sampling)
-        process = self.process_draft if sequence.path_logits else None
-        drafted = draft_tree(
-            self.drafter, self.passes, sequence, columns, sampling, bits, self.branching, process
-        )
+            return nothing
+        probs, drawn = self.run_passes(self.drafter, extent, sampling)
         if self.target.traits.is_split:
             slots = sequence.length + self.tensors.nodes
             tokens = self.target.backend.from_first(sequence.tokens[slots])
             sequence.tokens.index_copy_(0, slots, tokens)
-        return drafted
+        return DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else nothing
 
-    def process_draft(self, nodes: Sequence[int], logits: Tensor) -> Tensor:
+    def run_passes(
+        self, drafter: Drafter, extent: int, sampling: Sampling
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run each draft pass, and draw the children from its logits.
+
+        No pass reads the last level. Tokens that are looked up are in the sequence before. The
+        results are those of `DraftedTree`, pass by pass; none if greedy.
+        """
+        sequence, passes = self.sequence, self.passes
+        columns = self.tensors.columns(sequence.length, extent)
+        bits_by_pass = self.random_bits(sampling).split([each.num_parents for each in passes])
+        new_nodes = [draft_pass.new_nodes for draft_pass in passes]
+        new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
+        probs, drawn, largest_logits = [], [], []
+        output: ForwardOutput | None = None
+        for draft_pass, slots, bits in zip(passes, new_slots, bits_by_pass, strict=True):
+            output = drafter.forward(draft_pass, sequence, columns, output)
+            logits = self.process_draft(draft_pass.parents, output.logits, drafter.d2t)
+            pass_probs, children = draw_children(
+                drafter, draft_pass, logits, sequence, slots, sampling, bits
+            )
+            if not drafter.notes_finite:
+                largest_logits.append(output.logits.amax(-1))
+            if sampling.greedy:  # which verifies tokens alone
+                continue
+            probs.append(pass_probs)
+            # so that all passes have as many columns
+            padding = self.branching - draft_pass.max_children
+            columns_by_rank = torch.nn.functional.pad(children, (0, padding))
+            if draft_pass.looked_up is not None:  # the draws are children from the second on
+                rows = draft_pass.looked_up[0]
+                columns_by_rank[rows, 1:] = columns_by_rank[rows, :-1]
+            drawn.append(columns_by_rank)
+        if largest_logits:
+            sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
+        return probs, drawn
+
+    def process_draft(self, nodes: Sequence[int], logits: Tensor, d2t: Tensor | None) -> Tensor:
         """The draft's logits after nodes, as the text's logits processors change them."""
-        assert self.sequence.path_logits and self.drafter
-        return self.sequence.path_logits.of_draft(self.paths(nodes), logits, self.drafter.d2t)
+        if not self.sequence.path_logits:
+            return logits
+        return self.sequence.path_logits.of_draft(self.paths(nodes), logits, d2t)
 
     def process_target(self, logits: Tensor) -> Tensor:
         """The target's logits after all nodes, as the text's logits processors change them."""
@@ -118,8 +153,7 @@ class TreeStep:
 
         Where the target is split over several processes, all use the first one's result.
         """
-        draws = drafted.draft_probs, drafted.drawn
-        accepted = self.verifier(sampling, self.sequence, logits, draws)
+        accepted = self.verifier(sampling, self.sequence, logits, drafted)
         if not self.target.traits.is_split:
             return accepted
         # one tensor, so that one message carries all: the path, one count, one bonus token

@@ -73,7 +73,7 @@ class NewText:
         Many decoders drop a space where a text begins.
         """
         once, twice = (
-            str(self.tokenizer.decode(self.waiting * times, **self.options)) for times in (1, 2)
+            self.tokenizer.decode(self.waiting * times, **self.options) for times in (1, 2)
         )
         return twice[len(once) :]
 

@@ -42,6 +42,8 @@ class Request(msgspec.Struct):
     max_completion_tokens: Limit = -1
     max_tokens: Limit = -1
     n_predict: Limit = -1
+    n_indent: Count = 0
+    t_max_predict_ms: float = 0
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -80,6 +82,11 @@ class Request(msgspec.Struct):
             schema = form.json_schema.get("schema", {"type": "object"})
         sources: Json = {"json_schema": schema or None, "ebnf": self.grammar or None}
         return Grammar(tokenizer, **sources) if any(sources.values()) else None
+
+    def deep_lines(self, text: str) -> str:
+        """A text up to its first new line that is indented by less than `n_indent`."""
+        found = re.search(rf"\n[ \t]{{,{self.n_indent - 1}}}\S", text) if self.n_indent else None
+        return text[: found.end() - 1] if found else text
 
     def processors(self, length: int) -> list[Callable[..., Tensor]]:
         """Logits processors for penalties and biases, after a prompt of so many tokens."""

@@ -15,6 +15,8 @@ from sequoia_plan.server.requests import Request
 
 MAX_TEXTS = 4
 """So many texts are kept at most: the memory of a step takes 50 ms to make anew."""
+CHUNK_SECONDS = 0.02
+"""A stream has no more chunks than one in so long: each takes .3 ms from decoding."""
 PART = 512
 """Tokens of a prompt that are read before a client that has gone away is noticed."""
 POSITION = 'spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
@@ -111,9 +113,19 @@ class Worker:
             job.check()
             decoder.generate(choice.prompt[:end], 0, reuse_prefix=True)
 
+        known, emitted, has_limits = "", 0.0, request.n_indent or request.t_max_predict_ms
+
+        def has_enough_lines(*_: Any) -> bool:
+            """Whether an editor wants no more, as far as the last step went."""
+            limit = request.t_max_predict_ms / 1000
+            is_late = "\n" in known and limit and time.perf_counter() - times[1] > limit
+            return bool(is_late) or request.deep_lines(known) != known
+
         def on_step(output: Any, text: str) -> None:
             """Count a step, and emit its text."""
+            nonlocal known, emitted
             job.check()
+            known = text
             times.append(time.perf_counter())
             accepted, drafted = len(output.path) - 1, output.tree.size - 1
             choice.drafted += drafted
@@ -128,17 +140,19 @@ class Worker:
                 spec_decode_num_accepted_tokens_total=accepted,
                 generation_tokens_total=accepted + 1,
             )
-            job.emit((choice, text, None))
+            if times[-1] - emitted > CHUNK_SECONDS:
+                emitted = times[-1]
+                job.emit((choice, request.deep_lines(text), None))
 
         result = decoder.generate(
             choice.prompt, job.limit, sampling=job.sampling, stop_strings=request.stop,
             seed=None if request.seed < 0 else request.seed + choice.index, on_step=on_step,
             logits_processor=request.processors(len(choice.prompt)), constraint=job.constraint,
             logprobs=max(int(request.logprobs), request.top_logprobs, request.n_probs) or None,
-            reuse_prefix=True,
+            reuse_prefix=True, stopping_criteria=[has_enough_lines] if has_limits else (),
         )  # fmt: skip
         times.append(time.perf_counter())
-        job.emit((choice, result.text, result))
+        job.emit((choice, request.deep_lines(result.text or ""), result))
 
     def _text_for(self, choice: Choice) -> SequoiaDecoder:
         """A decoder whose caches have `choice.cached` tokens of a prompt."""

@@ -71,9 +71,9 @@ def pair():
 @pytest.fixture(scope="session")
 def plain_target():
     """The same target as transformers loads it."""
-    from sequoia_plan.models.files.pretrained import load_module
+    from sequoia_plan.models.files.pretrained import find_model
 
-    return load_module(None, "cpu", torch.float32)[0]
+    return find_model(None).module(torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -81,24 +81,17 @@ def execution_device(model: Any) -> torch.device:
     return torch.device(model.device if hook_device is None else hook_device)
 
 
-def device_and_dtype(model: Any) -> tuple[torch.device, torch.dtype]:
-    """Where a model computes, and in which dtype; `model.to(...)` changes them."""
-    return execution_device(model), model.dtype
-
-
 def context_length(config: PreTrainedConfig) -> int:
     """Tokens that a sequence may have; `UNLIMITED` if the configuration sets no limit."""
-    length: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
+    length = getattr(config, "max_position_embeddings", None) or UNLIMITED
     if not rope_changes(config):
         return length
-    return min(length, int(_rope(config).get("original_max_position_embeddings") or length))
+    return min(length, _rope(config).get("original_max_position_embeddings") or length)
 
 
 def head_size(config: PreTrainedConfig) -> int:
     """The numbers of one head."""
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rope_changes(config: PreTrainedConfig) -> bool:

@@ -62,7 +62,7 @@ class TreeCache(Cache):
         self.features = torch.zeros(0, 0, device=device)
         self.may_wait = False  # for the pass after it, and run with it: nobody needs its logits
         self.blocks: list[Tensor] = []
-        layout: CacheLayout = (None,) * layers if isinstance(layers, int) else layers
+        layout = (None,) * layers if isinstance(layers, int) else layers
         super().__init__(layers=[])
         self.layers = [self.new_layer() for _ in layout]
         entries = Counter(memory for pair in layout for memory in pair or ())

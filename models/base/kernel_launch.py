@@ -3,7 +3,7 @@
 import importlib.util
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,17 @@ _failed_kernels: set[Kernel] = set()
 def kernels_available(device: torch.device) -> bool:
     """Can Triton kernels run on `device`? PyTorch for CUDA installs Triton."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+    """Launch a Triton kernel, named with its module, on the device of its first argument.
+
+    Only a machine with Triton can import such a module.
+    """
+    module, _, name = kernel.rpartition(".")
+    kernels = importlib.import_module(f"sequoia_plan.{module}")
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+        getattr(kernels, name)[grid](*arguments, **settings)
 
 
 def has_failed(kernel: Kernel) -> bool:

@@ -17,8 +17,8 @@ class TreeTensors:
 
     One numbering holds for tokens, keys, values and masks: with the root in slot `length`, node i
     is in slot length + i. Committed tokens are in the slots before it, so -1 stands for the
-    committed token before the root. `nodes` int64 [size]; `offsets` int64 [size]; `mask` [size,
-    size + 2].
+    committed token before the root. `nodes` int64 [size]; `offsets` int64 [size]: of positions
+    from the root's, so a node's is its level; `mask` [size, size + 2].
     """
 
     nodes: Tensor

@@ -17,7 +17,7 @@ from sequoia_plan.models.files.stored import decoded_rows
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 """Of Llama-like models, by llama.cpp's name of the architecture."""
 
-SETTINGS: dict[str, tuple[str, ...]] = {
+SETTINGS = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.layer_norm_epsilon": (
@@ -168,7 +168,7 @@ def _set(config: PreTrainedConfig, rope: dict[str, Any], key: str, value: Any) -
             setattr(config, name, None)
         return True
     if key in HEAD_SIZES:
-        return bool(value == head_size(config))
+        return value == head_size(config)
     if key == ROPE_DIMENSIONS:
         return _set_rotary_dimensions(config, rope, value)
     if key in ROPE_SETTINGS:
@@ -193,14 +193,14 @@ def _same_by_layer(
     """Does a configuration with recurrent layers say the same? None for other keys."""
     recurrent = [kind in RECURRENT for kind in layer_types]
     if key == "attention.recurrent_layers":
-        return bool(value == recurrent)
+        return value == recurrent
     if key == "full_attention_interval":
         return recurrent == [(number + 1) % value > 0 for number in range(len(recurrent))]
     if key == "attention.head_count_kv" and isinstance(value, list):
         counts = [0 if is_recurrent else config.num_key_value_heads for is_recurrent in recurrent]
         return value == counts
     if key == "ssm.inner_size" and hasattr(config, "linear_value_head_dim"):
-        return bool(value == config.linear_num_value_heads * config.linear_value_head_dim)
+        return value == config.linear_num_value_heads * config.linear_value_head_dim
     return None
 
 

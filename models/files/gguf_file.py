@@ -62,7 +62,7 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the model's architecture."""
-        return str(self.metadata["general.architecture"])
+        return self.metadata["general.architecture"]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def read_gguf(path: Path) -> GgufFile:
         metadata, entries = reader.header()
         if "general.architecture" not in metadata:
             raise ValueError("its metadata has no general.architecture")
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get("general.alignment", 32)
         start, tensors = -(-reader.place // alignment) * alignment, {}
         names = {name for name, *_ in entries}
         for name, shape, kind, offset in entries:

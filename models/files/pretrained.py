@@ -141,12 +141,6 @@ def find_model(source: str | None) -> ModelFiles:
     return ModelFiles(name, downloaded_folder(source))
 
 
-def load_module(source: str | None, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
-    """transformers' model in eval mode, with its tokenizer and its name."""
-    files = find_model(source)
-    return files.module(dtype).to(device), files.tokenizer(), files.name
-
-
 def check_tensors(files: ModelFiles, model: Any) -> None:
     """Raise SequoiaPlanError if a file lacks a tensor of a model, or has others.
 

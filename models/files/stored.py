@@ -102,7 +102,7 @@ class ModuleSource:
     files: list[Path] = []
 
     def __init__(self, module: Any) -> None:
-        self.tensors: dict[str, Tensor] = dict(module.named_parameters())  # tied ones once
+        self.tensors = dict(module.named_parameters())  # tied ones once
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}

@@ -93,7 +93,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:
     """The attention that a model was loaded with, also while another thread runs a pass of it."""
-    name: str | None = getattr(config, "_attn_implementation", None)
+    name = getattr(config, "_attn_implementation", None)
     return "sdpa" if name == IMPLEMENTATION else name
 
 

@@ -1,14 +1,12 @@
 """Launches of the kernels of `layer_kernels.py`: norm, heads with their cache, gate of an MLP."""
 
-import importlib
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
+from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available, launch
 
 T = TypeVar("T")
 
@@ -41,11 +39,11 @@ def rms_norm(
     added = x if addend is None else addend.contiguous()
     out, total = torch.empty_like(x), x if addend is None else torch.empty_like(x)
     block = next_power_of_two(width)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _kernels().rms_norm[(x.numel() // width,)](
-            x, added, total, weight, out, width, epsilon, ADDS=addend is not None,
-            BLOCK=block, num_warps=min(16, max(1, block // 512)),
-        )  # fmt: skip
+    launch(
+        "models.layers.layer_kernels.rms_norm", (x.numel() // width,),
+        x, added, total, weight, out, width, epsilon, ADDS=addend is not None,
+        BLOCK=block, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
     return total, out
 
 
@@ -65,13 +63,13 @@ def rotate_and_cache(
     queries = heads.new_empty(1, tokens, num_heads - 2 * key_heads, head_dim)
     weights = [norm.weight for norm in norms] or [heads, heads]
     cos, sin = [angle.contiguous() for angle in angles or (heads, heads)]
-    with torch.cuda.device_of(heads):  # Triton launches on the current device
-        _kernels().rotate_and_cache[(tokens, num_heads)](
-            heads, *weights, cos, sin, slots, queries, keys, values, queries.shape[2], key_heads,
-            keys.stride(1), norms[0].epsilon if norms else 0.0, NORMS=bool(norms),
-            ROTATES=angles is not None, HEAD_DIM=head_dim,
-            BLOCK=next_power_of_two(head_dim // 2), num_warps=1,
-        )  # fmt: skip
+    launch(
+        "models.layers.layer_kernels.rotate_and_cache", (tokens, num_heads),
+        heads, *weights, cos, sin, slots, queries, keys, values, queries.shape[2], key_heads,
+        keys.stride(1), norms[0].epsilon if norms else 0.0, NORMS=bool(norms),
+        ROTATES=angles is not None, HEAD_DIM=head_dim,
+        BLOCK=next_power_of_two(head_dim // 2), num_warps=1,
+    )  # fmt: skip
     return queries.transpose(1, 2)
 
 
@@ -80,16 +78,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows = gate_up.flatten(0, -2).contiguous()
     width = rows.shape[1] // 2
     out = torch.empty(*gate_up.shape[:-1], width, dtype=rows.dtype, device=rows.device)
-    with torch.cuda.device_of(out):  # Triton launches on the current device
-        _kernels().silu_mul[(rows.shape[0], -(-width // BLOCK))](
-            rows, out, width, BLOCK=BLOCK, num_warps=4
-        )
+    launch(
+        "models.layers.layer_kernels.silu_mul",
+        (rows.shape[0], -(-width // BLOCK)),
+        rows,
+        out,
+        width,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
     return out
-
-
-def _kernels() -> ModuleType:
-    """`layer_kernels.py`, which only a machine with Triton can import."""
-    return importlib.import_module("sequoia_plan.models.layers.layer_kernels")
 
 
 def next_power_of_two(count: int) -> int:

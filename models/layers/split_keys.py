@@ -1,12 +1,11 @@
 """Attention of a tree's pass on CUDA, with the keys split over the device."""
 
 import functools
-import importlib
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.models.base.kernel_launch import has_failed, kernels_available
+from sequoia_plan.models.base.kernel_launch import has_failed, kernels_available, launch
 from sequoia_plan.models.layers.layer_operations import next_power_of_two
 
 MAX_TOKENS, MIN_EXTENT = 256, 1024
@@ -62,8 +61,6 @@ def split_key_attention(
     `query` [1, heads, tokens, head_dim]; `key`, `value` [1, shared heads, extent, head_dim];
     `slots` int64 [tokens].
     """
-    # which only a machine with Triton can import
-    kernels = importlib.import_module("sequoia_plan.models.layers.split_key_kernels")
     _, heads, tokens, head_dim = query.shape
     shared_heads, extent = key.shape[1], key.shape[2]
     group = heads // shared_heads
@@ -80,21 +77,22 @@ def split_key_attention(
     part_max = torch.empty_like(part_totals)
     attended = torch.empty(1, tokens, heads, head_dim, dtype=query.dtype, device=device)
     block_dim = max(16, next_power_of_two(head_dim))
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        kernels.attend_to_part[(shared_heads, row_blocks, num_parts)](
-            query, key, value, mask, slots, part_sums, part_totals, part_max,
-            tokens, extent, group, scale,
-            query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1),
-            value.stride(2), mask.stride(2),
-            HEAD_DIM=head_dim, HIDDEN=HIDDEN[mask.dtype], BLOCK_ROWS=block_rows,
-            BLOCK_KEYS=block_keys, BLOCK_DIM=block_dim,
-            MAX_TOKENS=next_power_of_two(tokens), num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
-        kernels.merge_parts[(shared_heads, num_rows)](
-            part_sums, part_totals, part_max, attended, num_parts, tokens, group,
-            HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
-            MAX_PARTS=next_power_of_two(num_parts), num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        "models.layers.split_key_kernels.attend_to_part", (shared_heads, row_blocks, num_parts),
+        query, key, value, mask, slots, part_sums, part_totals, part_max,
+        tokens, extent, group, scale,
+        query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1),
+        value.stride(2), mask.stride(2),
+        HEAD_DIM=head_dim, HIDDEN=HIDDEN[mask.dtype], BLOCK_ROWS=block_rows,
+        BLOCK_KEYS=block_keys, BLOCK_DIM=block_dim,
+        MAX_TOKENS=next_power_of_two(tokens), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    launch(
+        "models.layers.split_key_kernels.merge_parts", (shared_heads, num_rows),
+        part_sums, part_totals, part_max, attended, num_parts, tokens, group,
+        HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
+        MAX_PARTS=next_power_of_two(num_parts), num_warps=WARPS,
+    )  # fmt: skip
     return attended
 
 

@@ -12,7 +12,7 @@ from sequoia_plan.models.base.architecture import (
     AFTER_FINAL_NORM,
     UNLIMITED,
     decoder_layers,
-    device_and_dtype,
+    execution_device,
     model_type,
     rope_changes,
     text_config,
@@ -44,10 +44,10 @@ class ModuleBackend(Backend):
     ) -> None:
         plain = unwrapped(module)
         self.module, self.recorded, self.version = module, dict(recorded), 0
-        self.device, self.dtype = device_and_dtype(module)
+        self.device, self.dtype = execution_device(module), module.dtype
         self.vocabulary = vocabulary_size(module)
         embedding = module.get_input_embeddings() if hasattr(plain, "get_input_embeddings") else 0
-        self.num_embeddings = int(getattr(embedding, "num_embeddings", UNLIMITED))
+        self.num_embeddings = getattr(embedding, "num_embeddings", UNLIMITED)
         self.stream = getattr(plain, "weight_stream", None)
         self.recurrent = recurrent_modules(plain)
         self.traits = Traits(chains_only=bool(self.recurrent), is_split=is_split(module))
@@ -124,7 +124,7 @@ class ModuleBackend(Backend):
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> TreeCache:
         cache_class = RecurrentCache if self.recurrent else TreeCache
-        layers = self.layout or int(text_config(self.module).num_hidden_layers)
+        layers = self.layout or text_config(self.module).num_hidden_layers
         return cache_class(layers, capacity, self.device, counts_positions=counts_positions)
 
     def forward(

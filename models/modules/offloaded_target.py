@@ -243,6 +243,6 @@ def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> Any:
 def _saved_tensors(model: Any) -> dict[str, Tensor]:
     """What a checkpoint has: parameters, tied ones once, and persistent buffers."""
     saved_names = model.state_dict()
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
     return parameters | buffers

@@ -10,7 +10,6 @@ from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import execution_device, model_type, unwrapped
 from sequoia_plan.models.base.cache import CacheLayout, TreeCache
 from sequoia_plan.models.base.errors import first_line
-from sequoia_plan.models.base.masks import causal_mask
 from sequoia_plan.models.base.tree_tensors import TreeTensors
 from sequoia_plan.models.layers.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.models.loaded_model import LoadedModel
@@ -122,9 +121,8 @@ def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float
         start, end = end, end + right
         chain = torch.cat([tokens[start:end], tokens[:wrong]])
         slots = torch.arange(start, end + wrong, device=chain.device)
-        mask = causal_mask(slots, EXTENT, model.dtype)
         cache.save()
-        logits = model(cache, chain, slots, slots, mask).logits
+        logits = model.read_text(cache, chain, slots, EXTENT).logits
         cache.roll_back(torch.tensor([right]))
         errors += map(_relative_error, logits, expected[start:end])
     return float(torch.stack(errors[PREFIX:]).mean()), cache
@@ -151,8 +149,7 @@ def _node_logits(model: LoadedModel, cache: TreeCache, tokens: Tensor) -> Tensor
     device, dtype = model.device, model.dtype
     # the first pass reads the root too: the other nodes must find its keys in the cache
     causal_slots = torch.arange(PREFIX + 1, device=device)  # a slot is a position here
-    mask = causal_mask(causal_slots, PREFIX + 1, dtype)
-    model(cache, tokens[: PREFIX + 1], causal_slots, causal_slots, mask)
+    model.read_text(cache, tokens[: PREFIX + 1], causal_slots, PREFIX + 1)
     prefix_length = torch.tensor([PREFIX], device=device)  # this is the root's slot and position
     tree = TreeTensors.of(TREE, device, dtype)
     mask = tree.mask[1:].index_select(1, tree.columns(prefix_length, EXTENT))

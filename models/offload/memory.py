@@ -129,7 +129,7 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
 
-    free_bytes = int(psutil.virtual_memory().available)
+    free_bytes = psutil.virtual_memory().available
     cgroup = Path("/sys/fs/cgroup")
     for limit_file, usage_file in CGROUP_FILES:
         try:
@@ -148,7 +148,7 @@ def cache_bytes(model: Any) -> int:
     tokens = min(KV_TOKENS, getattr(config, "max_position_embeddings", None) or KV_TOKENS)
     # a key and a value for each layer, head and token
     num_elements = 2 * config.num_hidden_layers * heads * head_size(config) * tokens
-    return int(num_elements * model.dtype.itemsize)
+    return num_elements * model.dtype.itemsize
 
 
 def own_bytes(draft: Any, target: Any) -> int:

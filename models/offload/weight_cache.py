@@ -12,10 +12,10 @@ from filelock import FileLock
 from msgspec import structs
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.files.stored import content_of, fingerprint
 from sequoia_plan.models.offload.weight_file import (
     Fill,
-    OnBytes,
     WeightFile,
     WeightLayout,
     unfinished_path,

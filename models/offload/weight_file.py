@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.cache import round_up
+from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.files.stored import Source
 
 ALIGNMENT = 4096
@@ -65,8 +66,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
     @property
     def size(self) -> int:
         """Bytes of the tensor."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype.itemsize * math.prod(self.shape)
+        return getattr(torch, self.dtype).itemsize * math.prod(self.shape)
 
     def view(self, memory: Tensor) -> Tensor:
         """The tensor as a view of `memory` (uint8), which holds the block."""
@@ -207,7 +207,7 @@ def aligned_memory(size: int) -> Tensor:
 
 def bytes_of(memory: Tensor) -> memoryview:
     """A CPU tensor (uint8) as a buffer to read into."""
-    view: memoryview = memory.numpy().data
+    view = memory.numpy().data
     return view.cast("B") if memory.numel() else view
 
 
@@ -267,8 +267,6 @@ WeightLayout = Sequence[Mapping[str, Place]]
 """The tensors of each block by name; where they start is still to be found."""
 Fill = Callable[[str, NDArray[np.uint8]], None]
 """Writes the tensor of a name into its memory, which is zeros before."""
-OnBytes = Callable[[int, int], None]
-"""Called while weights are written, with the bytes so far and all."""
 
 
 def place_blocks(layout: WeightLayout) -> tuple[WeightBlock, ...]:

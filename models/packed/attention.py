@@ -6,8 +6,6 @@ dimensions of a key, or two slots of a value with the earlier one in its upper h
 pairs are added one after the other, the upper one first.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

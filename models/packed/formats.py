@@ -4,8 +4,6 @@ A tile holds 32 outputs of a matrix. Its steps, one after the other, hold a bloc
 the file's bits of 32 rows, with those of all outputs side by side (see `Format.step`).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The pass: all layers of a Llama-like model in one function, which each worker thread calls."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.dtype import dtype_name
+from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.base.weight_stream import refuse_copies
 from sequoia_plan.models.files.stored import WeightSource
 from sequoia_plan.models.offload.disk_stream import DiskStream
@@ -21,7 +22,6 @@ from sequoia_plan.models.offload.memory import MemorySplit
 from sequoia_plan.models.offload.weight_cache import cached_weights
 from sequoia_plan.models.offload.weight_file import (
     ALIGNMENT,
-    OnBytes,
     WeightFile,
     aligned_memory,
     bytes_of,
@@ -104,21 +104,17 @@ class StreamedFile(PackedBackend):
 
     def load(self, split: MemorySplit, link: str, fused: bool) -> None:
         """Load the resident layers, and stream the others."""
-        resident = {
-            number: self.file.memory_of(self.layers[number]) for number in split.resident_layers
-        }
+        resident, memories = split.resident_layers, self.memories
+        for number in resident:
+            memories[1 + number] = self.file.memory_of(self.layers[number]).numpy()
         self.streamed_layers = [n for n in range(len(self.layers)) if n not in resident]
-        memories, slots = self.memories, list[torch.Tensor]()
-        if self.streamed_layers:
-            blocks = [self.layers[number] for number in self.streamed_layers]
+        blocks = [self.layers[number] for number in self.streamed_layers]
+        if blocks:
             self.stream = stream = DiskStream(self.file, blocks, split.slots, torch.device("cpu"))
-            slots = stream.memory
             finalize(self, stream.close)
-        for number, block in enumerate(self.layers):
-            memory = resident.get(number)
-            if memory is None:
-                memory = slots[self.streamed_layers.index(number) % len(slots)][: block.size]
-            memories[1 + number] = memory.numpy()
+            for place, number in enumerate(self.streamed_layers):
+                slot = stream.memory[place % len(stream.memory)]
+                memories[1 + number] = slot[: blocks[place].size].numpy()
         self.recorded |= split.to_metadata(link, len(self.layers))
         self.use(PackedWeights(self.file.blocks, memories))
 

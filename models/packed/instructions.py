@@ -4,10 +4,9 @@
 NUMBA_CPU_FEATURES may change. Sums are whole numbers, so all kinds give the same ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -110,25 +109,14 @@ def _prepare_signed(emit: Emitter, weights: Value, bits: int) -> Any:
 
 
 def _add_up_neon(
-    emit: Emitter, weights: Sequence[Any], total: Value, numbers: Value, name: str
+    name: str, emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
 ) -> Value:
-    """`sdot` and `usdot` add the products of four bytes."""
+    """`sdot`, of weights less 128, or `usdot` adds the products of four bytes."""
+    total = emit.load_splat(start, WORD) if name == "sdot" else emit.words(0)
     for quad, four in zip(weights, _four_of_a_vector(emit, numbers, len(weights)), strict=True):
         pair = _as(emit, quad, BYTE), _as(emit, four, BYTE)
         total = emit.call(f"llvm.aarch64.neon.{name}.v4i32.v16i8", emit.word_vector, total, *pair)
     return total
-
-
-def _add_up_sdot(
-    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
-) -> Value:
-    return _add_up_neon(emit, weights, emit.load_splat(start, WORD), numbers, "sdot")
-
-
-def _add_up_usdot(
-    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
-) -> Value:
-    return _add_up_neon(emit, weights, emit.words(0), numbers, "usdot")
 
 
 def _add_up_anywhere(
@@ -180,9 +168,10 @@ KINDS = (
     Instructions("AVX-VNNI", 8, 1, 3, ("avxvnni", "fma", "f16c"), _add_up_vnni, _avx2_look_up),
     Instructions("AVX2", 8, 1, 3, ("avx2", "fma", "f16c"), _add_up_avx2, _avx2_look_up,
                  _prepare_avx2),
-    Instructions("NEON with i8mm", 4, 2, 3, ("i8mm",), _add_up_usdot, _neon_look_up),
-    Instructions("NEON with dotprod", 4, 2, 3, ("dotprod",), _add_up_sdot, _neon_look_up,
-                 _prepare_signed),
+    Instructions("NEON with i8mm", 4, 2, 3, ("i8mm",), partial(_add_up_neon, "usdot"),
+                 _neon_look_up),
+    Instructions("NEON with dotprod", 4, 2, 3, ("dotprod",), partial(_add_up_neon, "sdot"),
+                 _neon_look_up, _prepare_signed),
     Instructions("plain integers", 4, 1, 3, (), _add_up_anywhere, _look_up_anywhere),
 )  # fmt: skip
 """Each is taken where the ones before it cannot be."""

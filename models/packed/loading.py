@@ -3,61 +3,39 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.files.pretrained import ModelFiles, check_tensors
-from sequoia_plan.models.offload.weight_file import OnBytes, WeightFile
-from sequoia_plan.models.packed.backend import PackedBackend
 from sequoia_plan.models.packed.families import empty_module, why_not
 from sequoia_plan.models.packed.from_file import PackedFile, StreamedFile, packed_file, recorded_of
 from sequoia_plan.models.packed.from_module import PackedModule
 from sequoia_plan.models.packed.weights import Storage
 
 
-def load_packed(
-    files: ModelFiles, dtype: torch.dtype, keeps_bits: bool, bits: int | None, on_bytes: OnBytes
-) -> tuple[PackedBackend | None, str]:
+def load_packed(files: ModelFiles, how: Loading, *, streams: bool = False) -> tuple[Any, str]:
     """The backend of a model's files; None, and why it cannot be packed.
 
-    `keeps_bits`: a GGUF file's matrices stay as they are.
+    `streams`: a target that is streamed from its packed file.
     """
-    config, empty = files.config, empty_module(files.config)
+    config, dtype, empty = files.config, how.torch_dtype, empty_module(files.config)
     if reason := why_not(config, empty):
         return None, reason
-    has_own_tensors = _has_own_tensors(files, empty)
+    source = files.source if _has_own_tensors(files, empty) else None
+    if source is None and streams:
+        return None, "its files have other tensors"
+    keeps_bits = files.gguf is not None and how.dtype == "auto"  # a GGUF file's own
+    storage = Storage(None if how.bits or keeps_bits else dtype, how.bits)
     try:
-        if not has_own_tensors:  # transformers knows how to read it
-            return PackedModule(files.module(dtype), bits), ""
-        file, recorded = _file_of(files, dtype, keeps_bits, bits, on_bytes)
+        if source is None:  # transformers knows how to read it
+            return PackedModule(files.module(dtype), how.bits), ""
+        file = packed_file(Path(files.name).stem, source, storage, how.on_bytes)
     except ValueError as unknown:  # format of weights
         return None, str(unknown)
+    recorded = recorded_of(file, dtype, source)
+    if streams:
+        return StreamedFile(file, config, dtype, recorded), ""
     file.close()
     return PackedFile(file.path, config, dtype, recorded), ""
-
-
-def offload_packed(
-    files: ModelFiles, dtype: torch.dtype, keeps_bits: bool, on_bytes: OnBytes
-) -> Any:
-    """A target that is streamed from its packed file; None if it cannot be."""
-    empty = empty_module(files.config)
-    if why_not(files.config, empty) or not _has_own_tensors(files, empty):
-        return None
-    try:
-        file, recorded = _file_of(files, dtype, keeps_bits, None, on_bytes)
-    except ValueError:  # format of weights
-        return None
-    return StreamedFile(file, files.config, dtype, recorded)
-
-
-def _file_of(
-    files: ModelFiles, dtype: torch.dtype, keeps_bits: bool, bits: int | None, on_bytes: OnBytes
-) -> tuple[WeightFile, dict[str, Any]]:
-    """The packed file of a model, and what profiles record of it."""
-    assert files.source
-    storage = Storage(None if bits or (files.gguf and keeps_bits) else dtype, bits)
-    file = packed_file(Path(files.name).stem, files.source, storage, on_bytes)
-    return file, recorded_of(file, dtype, files.source)
 
 
 def _has_own_tensors(files: ModelFiles, empty: Any) -> bool:

@@ -4,8 +4,6 @@ All rows use a group of a tile's weights while these are in registers. Each row 
 in one order, whatever rows stand beside it.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

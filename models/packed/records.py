@@ -1,7 +1,5 @@
 """Arrays and numbers that compiled code reads by name; tuples of arrays take long to compile."""
 
-from __future__ import annotations
-
 import functools
 from os.path import dirname
 from typing import Any

@@ -1,7 +1,5 @@
 """What compiled code asks of the system, under POSIX's names, which Windows is given here."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import time

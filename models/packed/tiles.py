@@ -1,7 +1,5 @@
 """Matrices as tiles: from rows as a GGUF file has them, and back to float32."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

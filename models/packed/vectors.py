@@ -1,7 +1,5 @@
 """Vectors of numbers in LLVM's terms, for the intrinsics of products and attention."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

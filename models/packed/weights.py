@@ -4,8 +4,6 @@ The first block of a file has all vectors, and then the embedding unless that is
 layer's block has its seven matrices; the head is last.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -128,7 +126,7 @@ class PackedWeights:
         self, blocks: Sequence[WeightBlock], memories: Sequence[NDArray[np.uint8]]
     ) -> None:
         self.memories = memories
-        self.places: dict[str, tuple[NDArray[np.uint8], Place]] = {
+        self.places = {
             name: (memory, place)
             for block, memory in zip(blocks, memories, strict=True)
             for name, place in block.tensors.items()
@@ -174,10 +172,8 @@ class PackedWeights:
 
     def formats(self) -> tuple[str, ...]:
         """The formats of matrices that passes multiply by."""
-        places = {n: p for n, (_, p) in self.places.items() if p.format and n != EMBEDDING}
-        return tuple(
-            sorted({FORMATS[self.head.format].name} | {place.format for place in places.values()})
-        )
+        stored = {p.format for n, (_, p) in self.places.items() if p.format and n != EMBEDDING}
+        return tuple(sorted({FORMATS[self.head.format].name} | stored))
 
 
 def _tiles(memory: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:

@@ -1,7 +1,5 @@
 """How the threads of a pass share its work and wait for each other, in compiled code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

@@ -1,7 +1,5 @@
 """The compiled step of a packed target, with a packed draft or none: its memory, and its calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -122,10 +120,11 @@ class CompiledStep:
         The draft's first pass reads at least the last `num_unread` tokens before the root.
         """
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
-        settings = tuple(map(np.float32, (*temperatures, sampling.top_p, sampling.min_p)))
+        numbers = map(np.float32, (*temperatures, sampling.top_p, sampling.min_p))
+        settings = *numbers, sampling.top_k
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
         with self.workers.lock:
-            how = decode, self.step, tree, settings, rule, sampling.top_k, max_match, num_unread
+            how = decode, self.step, tree, settings, rule, max_match, num_unread
             if not self.target.reads_embeddings:
                 self.workers.run(*how, parts)
             else:  # the host reads them, and waits for weights
@@ -138,8 +137,7 @@ class CompiledStep:
                     self.workers.run(*how, VERIFY)
                 elif parts & VERIFY:
                     self.step.output[0] = DRAFT_NOT_FINITE
-        numbers: list[int] = self.step.output[: 2 + 2 * tree.depth].tolist()
-        return numbers
+        return self.step.output[: 2 + 2 * tree.depth].tolist()
 
     def _run_target(self, tree: Tree) -> None:
         """The target's pass over a drafted tree, layer by layer as weights arrive."""
@@ -152,8 +150,7 @@ class CompiledStep:
 
     def seconds(self, tree: Tree) -> list[float]:
         """Of the last step: of each draft pass with its draws, of the target's, and of the rest."""
-        seconds: list[float] = np.diff(self.step.times[: len(tree.passes) + 3]).tolist()
-        return seconds
+        return np.diff(self.step.times[: len(tree.passes) + 3]).tolist()
 
     def time_passes(self, tree: Tree, sampling: Sampling, *, of_target: bool) -> list[float]:
         """Run the draft's passes, or the target's, and return the seconds of each."""
@@ -170,7 +167,7 @@ def new_step(
 
     Those with windows cannot, and drafts that need embeddings which the target reads.
     """
-    caches = [sequence.target, *([sequence.draft] if drafter else [])]
+    caches = sequence.target, sequence.draft
     reads_features = drafter is not None and drafter.backend.traits.reads_features
     has_windows = any(cache.positions is not None for cache in caches)
     if has_windows or (reads_features and target.reads_embeddings):

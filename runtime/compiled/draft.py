@@ -1,7 +1,5 @@
 """Drafting in a compiled step: its passes, and the draws of children (see `draft.drafter`)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sequoia_plan.models.packed.forward import FIRST, copy, forward, normalise

@@ -1,7 +1,5 @@
 """What a compiled step reads and writes, and the constants of its parts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sequoia_plan.models.packed.records import Record, compiled

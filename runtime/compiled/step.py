@@ -1,7 +1,5 @@
 """A whole step, from drafting to the commit, in one function that each worker thread calls."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sequoia_plan.models.packed.forward import (
@@ -89,12 +87,12 @@ def note_features(worker, counter, workers, step, path, count, slot):
 
 @compiled
 def decode(
-    worker, workers, counter, step, tree, settings, rule, top_k, max_match, num_unread, parts
+    worker, workers, counter, step, tree, settings, rule, max_match, num_unread, parts
 ):  # fmt: skip
     """One worker's part of a step; `step.output` has the numbers of `TreeStep.commit` afterwards.
 
-    `settings` float32: temperature, the draft's, top_p, min_p. `step.times` has the time when it
-    began, after each draft pass with its draws, after the target's pass, and at the end.
+    `settings`: temperature, the draft's, top_p, min_p (float32), top_k. `step.times` has the time
+    at the begin, after each draft pass with its draws, after the target's pass, and at the end.
     """
     length, size, path = step.length[0], tree.parents.size, step.path[: tree.depth]
     target, drafted_finite, num_passes = step.target, True, tree.passes.shape[0]
@@ -128,10 +126,10 @@ def decode(
             count, bonus = verify_greedily(step, tree, path)
         else:
             if rule == SEQUOIA:
-                end = walk_down(step, tree, step.uniforms[0], settings, top_k)
+                end = walk_down(step, tree, step.uniforms[0], settings)
             else:
-                end = walk_up(step, tree, step.uniforms[0], settings, top_k)
-            bonus = draw_bonus(step, tree, end, settings, top_k)
+                end = walk_up(step, tree, step.uniforms[0], settings)
+            bonus = draw_bonus(step, tree, end, settings)
             count, node = tree.levels[end] + 1, end
             while node >= 0:
                 path[tree.levels[node]] = node

@@ -1,7 +1,5 @@
 """Verification in a compiled step, by the rules of `verify`; rows are read where a path goes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sequoia_plan.models.packed.forward import FIRST, copy
@@ -38,11 +36,11 @@ def verify_greedily(step, tree, path):
 
 
 @compiled
-def begin(step, tree, node, prob, settings, top_k):
+def begin(step, tree, node, prob, settings):
     """Compute a node's target probabilities; R is then these and a is `prob`."""
     reader, p = step.target, step.probs[node]
     copy(reader.logits[node], p)
-    temperature, _, top_p, min_p = settings
+    temperature, _, top_p, min_p, top_k = settings
     sums, scratch = step.sums[0, : -(-p.size // SUM_BLOCK)], step.scratch[0]
     probs_of_row(p, largest_in(reader, node), temperature, top_k, top_p, min_p, sums, scratch)
     sum_blocks(p, sums)
@@ -70,7 +68,7 @@ def child_terms(step, tree, node, child):
 
 @compiled
 def accept_prob(step, tree, node, child):
-    """min(1, a R[s] / D[s])."""
+    """The probability to accept a child s: min(1, a R[s] / D[s])."""
     state = step.residuals[node]
     if tree.looked_up[child]:
         return min(step.masses[child] * state[SCALE], 1.0)
@@ -106,7 +104,7 @@ def residual(step, tree, node):
 
 @compiled
 def reject(step, tree, node, child):
-    """r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a) (see `Residual`)."""
+    """Reject a child: r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a)."""
     state = step.residuals[node]
     if not tree.looked_up[child]:
         _, _, factor, uniform = child_terms(step, tree, node, child)
@@ -120,11 +118,11 @@ def reject(step, tree, node, child):
 
 
 @compiled
-def walk_down(step, tree, uniform, settings, top_k):
+def walk_down(step, tree, uniform, settings):
     """The end of the path by `verify.residual.sequoia`: accept or reject from the root down."""
     node = FIRST
     while True:
-        begin(step, tree, node, 1.0, settings, top_k)
+        begin(step, tree, node, 1.0, settings)
         accepted, first = FIRST - 1, tree.first_child[node]
         for child in range(first, first + tree.num_children[node]):
             prob = accept_prob(step, tree, node, child)
@@ -139,11 +137,11 @@ def walk_down(step, tree, uniform, settings, top_k):
 
 
 @compiled
-def walk_up(step, tree, uniform, settings, top_k):
+def walk_up(step, tree, uniform, settings):
     """The end of the path by `verify.traversal`: children before their parent, in draw order."""
     next_child = tree.first_child.copy()
     node = FIRST
-    begin(step, tree, node, 1.0, settings, top_k)
+    begin(step, tree, node, 1.0, settings)
     while True:
         child = next_child[node]
         if child < tree.first_child[node] + tree.num_children[node]:
@@ -151,7 +149,7 @@ def walk_up(step, tree, uniform, settings, top_k):
             prob = accept_prob(step, tree, node, child)
             if prob > 0:
                 if tree.num_children[child]:
-                    begin(step, tree, child, prob, settings, top_k)
+                    begin(step, tree, child, prob, settings)
                 else:
                     step.residuals[child, PROB] = prob
                 node = child
@@ -167,10 +165,10 @@ def walk_up(step, tree, uniform, settings, top_k):
 
 
 @compiled
-def draw_bonus(step, tree, end, settings, top_k):
+def draw_bonus(step, tree, end, settings):
     """The token after the path: from R after the rejection of all children of its end."""
     if not tree.num_children[end]:
-        begin(step, tree, end, 1.0, settings, top_k)
+        begin(step, tree, end, 1.0, settings)
     rest, sums = step.scratch[0], residual(step, tree, end)
     if not sums.sum() > 0:  # only rounding leads here: a child was certain to be accepted
         copy(step.probs[end], rest)

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from sequoia_plan.models.packed.largest import BLOCK, LARGEST, fast, in_order, maximum
+from sequoia_plan.models.packed.largest import BLOCK, LARGEST, fast, maximum
 
 EXP2 = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
 LOG2_E = np.float32(math.log2(math.e))
@@ -54,13 +54,6 @@ def weigh(scores, largest, lowest, temperature, sums):
             total += part[place]
         sums[block] = total
     return sums.sum()
-
-
-@fast
-def _scale(probs, factor):
-    """Multiply in place."""
-    for token in range(probs.size):
-        probs[token] *= factor
 
 
 @fast
@@ -131,30 +124,13 @@ def _mass_cut(probs, mass, memory):
 
 
 @fast
-def _rank_cut(values, count):
-    """The value of rank `count` from the largest on, found bit by bit."""
-    bits = values.view(np.int32)
-    low, high = -(1 << 31), (1 << 31) - 1
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        bound, num_kept = np.int32(middle), 0
-        for place in range(bits.size):
-            num_kept += in_order(bits[place]) >= bound
-        if num_kept >= count:
-            low = middle
-        else:
-            high = middle - 1
-    return np.int32(in_order(np.int32(low))).view(np.float32)
-
-
-@fast
 def _keep_from(probs, lowest):
     """Remove the probabilities below `lowest`, and let the others add up to 1."""
     total = ZERO
     for token in range(probs.size):
         probs[token] = probs[token] if probs[token] >= lowest else ZERO
         total += probs[token]
-    _scale(probs, np.float32(1) / total)
+    probs *= np.float32(1) / total
 
 
 @fast
@@ -162,13 +138,14 @@ def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, 
     """`Sampling.target_probs` of one row, in place; `sums`: see `weigh`; `memory` [vocabulary]."""
     lowest = -LARGEST
     if MOST_TOKENS < top_k < scores.size:
-        lowest = _rank_cut(scores, top_k)
+        rank = scores.size - top_k
+        lowest = np.partition(scores, rank)[rank]
     elif 0 < top_k < scores.size:
         best = memory[:top_k]
         top_of_row(scores, np.empty(top_k, np.int64), best)
         lowest = best[-1]
     total = weigh(scores, largest_score, lowest, temperature, sums)
-    _scale(scores, np.float32(1 / total))
+    scores *= np.float32(1 / total)
     if top_p < 1:
         _keep_from(scores, _mass_cut(scores, top_p, memory))
     if min_p > 0:

@@ -16,15 +16,8 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """(token ids int64 [rows, length], scores float32 [rows, vocabulary]) -> scores."""
 
 
-WARPERS = (
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopHLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.MinPLogitsWarper,
-    logits_process.TypicalLogitsWarper,
-    logits_process.EpsilonLogitsWarper,
-    logits_process.EtaLogitsWarper,
+WARPERS = tuple(
+    value for name, value in vars(logits_process).items() if name.endswith("LogitsWarper")
 )
 """Processors that depend on scores alone. transformers has them last."""
 

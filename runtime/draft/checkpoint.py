@@ -1,4 +1,4 @@
-"""Reads the folders in which people share EAGLE-1, EAGLE-3, DFlash and DSpark drafts.
+"""Reads the folders and GGUF files in which people share EAGLE, DFlash and DSpark drafts.
 
 `from_checkpoint.py` makes drafts of them. What has no known meaning is refused.
 """
@@ -6,10 +6,11 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.errors import first_line, one_line
-from sequoia_plan.models.files.gguf import is_gguf
+from sequoia_plan.models.files.gguf import GgufSource, is_gguf
+from sequoia_plan.models.files.gguf_config import read_config
+from sequoia_plan.models.files.gguf_file import read_gguf
 from sequoia_plan.models.files.pretrained import downloaded_folder
-from sequoia_plan.runtime.draft.gguf_draft import is_gguf_draft, read_gguf_draft
 
 EAGLE1, EAGLE3 = "EAGLE-1", "EAGLE-3"
 DFLASH, DFLASH2, DSPARK = BLOCK_DRAFTS = "DFlash", "DFlash 2", "DSpark"
@@ -49,6 +51,11 @@ UNUSED_TENSORS = (
     "confidence_head.proj.weight",
     "confidence_head.proj.bias",
 )
+GGUF_NAME = "eagle3"
+"""llama.cpp's name of the architecture."""
+GGUF_SETTINGS = ("norm_before_residual", "norm_before_fc", "target_hidden_size")
+GGUF_LAYERS = "target_layers"
+"""Numbers of hidden states, from 1; config.json's own are less by one."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,10 @@ class Checkpoint:
 def find_checkpoint(source: str) -> Checkpoint | None:
     """Read the draft in a folder, a file or under a hub ID if it reads hidden states, else None."""
     if is_gguf(source):
-        if not is_gguf_draft(source):
+        if not _is_gguf_draft(source):
             return None
         try:
-            return Checkpoint(source, EAGLE3, *read_gguf_draft(source))
+            return Checkpoint(source, EAGLE3, *_read_gguf_draft(source))
         except SequoiaPlanError:
             raise
         except Exception as error:  # a damaged file may say anything
@@ -186,3 +193,42 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _weight_files(folder: Path) -> list[Path]:
     """A folder's *.safetensors, else its pytorch_model*.bin."""
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _is_gguf_draft(path: str) -> bool:
+    """Is a GGUF file an EAGLE-3 draft? The architecture's name is its first value."""
+    begin = np.fromfile(path, np.uint8, 96).tobytes() if Path(path).is_file() else b""
+    return b"general.architecture" in begin and GGUF_NAME.encode() in begin
+
+
+def _read_gguf_draft(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What config.json and weights of a folder would be, from a file of llama.cpp's converter.
+
+    Raises:
+        SequoiaPlanError: if it is damaged, or has a setting that drafts do not have.
+    """
+    file = read_gguf(Path(path))
+    own = {key: file.settings[key] for key in GGUF_SETTINGS if key in file.settings}
+    if GGUF_LAYERS in file.settings:
+        ids = [number - 1 for number in file.settings[GGUF_LAYERS]]
+        own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
+    others = {
+        key.replace(GGUF_NAME, "llama", 1): value
+        for key, value in file.metadata.items()
+        if key.removeprefix(f"{GGUF_NAME}.") not in (*GGUF_SETTINGS, GGUF_LAYERS)
+    }
+    llama = replace(file, metadata=others | {"general.architecture": "llama"})
+    config = read_config(llama)
+    source, weights = GgufSource(llama, config), dict[str, Tensor]()
+    for name, shape in source.shapes().items():
+        ours = name.replace("blk.", "layers.").replace("attn_norm_2", "hidden_norm")
+        if name == "d2t":  # folders have offsets
+            tokens = torch.from_numpy(file.tensors[name].read().view(np.int64).flatten())
+            weights[name] = tokens - torch.arange(tokens.numel())
+        elif len(shape) == 2:
+            weights[ours.removeprefix("model.")] = source.matrix(name).dense()
+        else:
+            weights[ours.removeprefix("model.")] = torch.from_numpy(source.vector(name))
+    if "d2t" in weights:
+        own["draft_vocab_size"] = weights["d2t"].numel()
+    return config.to_diff_dict() | own, weights

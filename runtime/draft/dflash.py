@@ -35,13 +35,12 @@ class DFlashDrafter(HiddenStateDrafter):
         if not self.model.path_head:
             parents_of_draws = [np.concatenate(parents_of_draws)]
         passes: list[DraftPass] = []
-        device = tensors.nodes.device
         for parents in parents_of_draws:
-            rows = torch.as_tensor(tree.position_ids[parents].astype(np.int64), device=device)
-            fields = children_to_draw(tree, parents, device)
+            nodes = torch.as_tensor(parents, dtype=torch.long, device=tensors.nodes.device)
+            fields = children_to_draw(tree, parents, nodes.device)
             if passes:
-                fields["input_slots"] = torch.as_tensor(parents.astype(np.int64), device=device)
-            passes.append(self.block_pass(tensors, rows, **fields))
+                fields["input_slots"] = nodes
+            passes.append(self.block_pass(tensors, tensors.offsets[nodes], **fields))
         return tuple(passes)
 
     def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **fields: Any) -> DraftPass:
@@ -61,8 +60,6 @@ class DFlashDrafter(HiddenStateDrafter):
             tensors,
             torch.arange(self.model.block.levels, device=nothing.device),
             num_parents=1,
-            max_children=1,
-            num_draws=1,
             draw_index=nothing,
             new_nodes=nothing,
         )

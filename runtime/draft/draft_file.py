@@ -49,7 +49,7 @@ def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> L
 
 def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, Any]) -> None:
     """Write a draft of `build_draft`; `metadata` (JSON) says how it was made."""
-    tensors: dict[str, Tensor] = {D2T_KEY: draft.d2t.to(torch.int32)}
+    tensors = {D2T_KEY: draft.d2t.to(torch.int32)}
     for name, weight in draft.state_dict().items():
         if name == EMBEDDINGS_KEY:
             continue

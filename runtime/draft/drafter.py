@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,21 +24,22 @@ from sequoia_plan.runtime.sequence import SequenceState
 class DraftPass:
     """One forward pass of a draft, and the children that are drawn from its logits.
 
-    `input_slots` int64 [width]; `offsets` int64 [width]; `mask` [width, size + 2]; `draw_index`
-    int64 [new nodes]; `new_nodes` int64 [new nodes]; `parents` the nodes that the rows of logits
-    belong to; `num_draws` for each, if the draft has so many tokens; `parent_rows` int64 [width];
-    `logit_rows` int64 [num_parents]; `looked_up` int64 [2, nodes], their parents' rows and the
-    nodes.
+    Slots and positions are counted from the root's: `input_slots` and `offsets`, int64 [width], of
+    the tokens that are read; `mask` [width, size + 2]: see `TreeTensors`. Logits belong to
+    `parents`, for each of which `num_draws` are drawn, if the draft has so many tokens, and
+    `max_children` used: `draw_index` int64 [new nodes] is the place of each of `new_nodes` among
+    all of these. `parent_rows` int64 [width]: in the pass before; `logit_rows` int64 [num_parents];
+    `looked_up` int64 [2, nodes]: parents' rows, and the nodes; `later`: the passes after this one.
     """
 
     input_slots: Tensor
     offsets: Tensor
     mask: Tensor
     num_parents: int
-    max_children: int
-    num_draws: int
     draw_index: Tensor
     new_nodes: Tensor
+    max_children: int = 1
+    num_draws: int = 1
     parents: tuple[int, ...] = ()
     parent_rows: Tensor | None = None
     logit_rows: Tensor | None = None
@@ -46,11 +47,11 @@ class DraftPass:
     later: tuple[DraftPass, ...] = ()
 
 
-@dataclass(frozen=True)
-class DraftedTree:
+class DraftedTree(NamedTuple):
     """What the children of a drafted tree were drawn from. Their tokens are in the sequence.
 
-    `draft_probs` float32 [inner nodes, draft vocabulary]; `drawn` int64 [inner nodes, branching].
+    Nodes below the last pass have no row; nothing has if greedy. `draft_probs` float32 [drafted
+    parents, draft vocabulary]; `drawn` int64 [drafted parents, branching].
     """
 
     draft_probs: Tensor
@@ -118,8 +119,6 @@ class Drafter(Protocol):
             offsets=tensors.offsets,  # positions relative to the root's
             mask=tensors.mask,
             num_parents=nodes.numel(),
-            max_children=1,
-            num_draws=1,
             draw_index=nodes,
             new_nodes=nodes + nodes.numel(),
             parent_rows=torch.zeros_like(nodes),
@@ -144,9 +143,8 @@ class Drafter(Protocol):
         tensors = TreeTensors.of(chain, slots.device, self.model.dtype)
         # while a step is drafted, the sequence is as long as the text before its root
         length, passes = sequence.length.clone(), self.passes(chain, tensors)
-        logits_of_steps = []
+        logits = torch.zeros(len(levels), self.vocabulary, device=slots.device)
         for start, end in steps_of(levels):
-            logits = torch.zeros(end - start, self.vocabulary, device=slots.device)
             if levels[start] == 0:
                 sequence.length.copy_(slots[start : start + 1])
                 columns = tensors.columns(sequence.length, sequence.tokens.numel())  # of all slots
@@ -155,11 +153,10 @@ class Drafter(Protocol):
                     output = self.forward(draft_pass, sequence, columns, output)
                     rows.append(output.logits.float())
                 drafted = torch.cat(rows)[: end - start]
-                logits[: len(drafted)] = drafted
-            logits_of_steps.append(logits)
+                logits[start : start + len(drafted)] = drafted
             self.keep_hidden_states(sequence.draft, slots[start:end], aux_hidden_states[start:end])
         sequence.length.copy_(length)
-        return torch.cat(logits_of_steps)
+        return logits
 
     def splits_keys(self, tokens: int) -> bool:
         """Do passes of up to so many tokens read no keys after their own, at any extent?"""
@@ -185,7 +182,6 @@ class HiddenStateDrafter(Drafter):
     def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None) -> None:
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
         self.backend = model.backend
-        self.feature_dtype = model.backend.feature_dtype
         self.notes_finite = model.backend.notes_finite
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
         self.drafting = model.drafting
@@ -263,54 +259,6 @@ def children_to_draw(
         "new_nodes": torch.as_tensor(nodes, device=device),
         "looked_up": looked_up,
     }
-
-
-def draft_tree(
-    drafter: Drafter,
-    passes: Sequence[DraftPass],
-    sequence: SequenceState,
-    columns: Tensor,
-    sampling: Sampling,
-    bits: Tensor,
-    branching: int,
-    process: Callable[[Sequence[int], Tensor], Tensor] | None,
-) -> DraftedTree:
-    """Draft one tree: a forward pass and its children's draws for each pass.
-
-    The last level is only drawn; no pass reads it. Tokens that are looked up are in the sequence
-    before. Nodes that have no drafted child, below the last pass, have no row in the result.
-    `columns` int64 [extent]; `bits` int32 [inner nodes, numbers for each]; `process` changes the
-    logits of nodes.
-    """
-    bits_by_pass = bits.split([draft_pass.num_parents for draft_pass in passes])
-    new_nodes = [draft_pass.new_nodes for draft_pass in passes]
-    new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
-    probs, drawn, largest_logits = [], [], []
-    output: ForwardOutput | None = None
-    checks_logits = not drafter.notes_finite
-    for draft_pass, slots, pass_bits in zip(passes, new_slots, bits_by_pass, strict=True):
-        output = drafter.forward(draft_pass, sequence, columns, output)
-        logits = process(draft_pass.parents, output.logits) if process else output.logits
-        pass_probs, children = draw_children(
-            drafter, draft_pass, logits, sequence, slots, sampling, pass_bits
-        )
-        if checks_logits:
-            largest_logits.append(output.logits.amax(-1))
-        if sampling.greedy:  # which verifies tokens alone
-            continue
-        probs.append(pass_probs)
-        padding = branching - draft_pass.max_children  # so that all passes have as many columns
-        columns_by_rank = torch.nn.functional.pad(children, (0, padding))
-        if draft_pass.looked_up is not None:  # the draws are children from the second on
-            rows = draft_pass.looked_up[0]
-            columns_by_rank[rows, 1:] = columns_by_rank[rows, :-1]
-        drawn.append(columns_by_rank)
-    if checks_logits:
-        sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
-    nothing = sequence.tokens[:0]
-    return (
-        DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else DraftedTree(nothing, nothing)
-    )
 
 
 def draw_children(

@@ -38,7 +38,7 @@ class EagleDrafter(HiddenStateDrafter):
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
         """See `Drafter`: every node reads row 0 of the features before."""
         width, device = self.model.feature_width, tensors.nodes.device
-        features = torch.zeros(1, width, dtype=self.feature_dtype, device=device)
+        features = torch.zeros(1, width, dtype=self.backend.feature_dtype, device=device)
         previous = ForwardOutput(features[:, :0], features)
         return super().representative_pass(tensors)[0], previous
 
@@ -52,7 +52,7 @@ class EagleDrafter(HiddenStateDrafter):
         windowed = window is not None and window < capacity
         cache = self.backend.new_cache(capacity, counts_positions=windowed)
         shape = (capacity + 1, self.model.feature_width)
-        cache.features = torch.zeros(shape, dtype=self.feature_dtype, device=device)
+        cache.features = torch.zeros(shape, dtype=self.backend.feature_dtype, device=device)
         return cache
 
     def forward(
@@ -78,8 +78,8 @@ class EagleDrafter(HiddenStateDrafter):
             assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
         tokens = sequence.tokens[read_slots]
-        logits, outputs = self._read(cache, tokens, features, rows, draft_pass.num_parents)
-        return ForwardOutput(logits, outputs, later)
+        logits, outputs = self.backend.read(cache, tokens, features, rows, draft_pass.num_parents)
+        return ForwardOutput(logits[:, : self.vocabulary], outputs, later)
 
     def _rows(
         self,
@@ -88,7 +88,7 @@ class EagleDrafter(HiddenStateDrafter):
         columns: Tensor,
         is_first: bool,
     ) -> list[Sequence[Tensor]]:
-        """What `_read` needs of each pass of a step, after the slots whose tokens it reads."""
+        """What `read` needs of each pass of a step, after the slots whose tokens it reads."""
         widths = [draft_pass.input_slots.numel() for draft_pass in passes]
         slots = sequence.length + torch.cat([draft_pass.input_slots for draft_pass in passes])
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
@@ -123,27 +123,12 @@ class EagleDrafter(HiddenStateDrafter):
         """Read the committed tokens in `slots` (int64 [tokens]) with their recorded features."""
         cache, mask = sequence.draft, _mask_of_committed(slots, extent, self.model.dtype)
         (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
-        self._read(cache, sequence.tokens[slots], cache.features[slots], rows, 1)
+        self.backend.read(cache, sequence.tokens[slots], cache.features[slots], rows, 1)
 
     def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features of hidden states; the next first pass reads these tokens again."""
         features = self.backend.features_of(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)
-
-    def _read(
-        self,
-        cache: TreeCache,
-        tokens: Tensor,
-        features: Tensor,
-        rows: Sequence[Tensor],
-        logits_to_keep: int,
-    ) -> tuple[Tensor, Tensor]:
-        """One pass (see `ModuleDraft.read`); `rows`: slots, positions, mask, cosines and sines."""
-        slots, positions, mask, *angles = rows
-        logits, outputs = self.backend.read(
-            cache, tokens, features, positions, slots, mask, angles, logits_to_keep
-        )
-        return logits[:, : self.vocabulary], outputs
 
 
 def _mask_of_committed(slots: Tensor, extent: int, dtype: torch.dtype) -> Tensor:

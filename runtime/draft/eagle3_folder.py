@@ -43,7 +43,7 @@ def write_eagle3(
         "torch_dtype": str(weights["fc.weight"].dtype).removeprefix("torch."),
         # readers older than `rope_parameters` look here
         "rope_theta": config.rope_parameters["rope_theta"],
-        "target_hidden_size": int(config.hidden_size),
+        "target_hidden_size": config.hidden_size,
         "norm_before_residual": norm_before_residual,
     }
     t2d = torch.zeros(int(config.vocab_size), dtype=torch.bool)

@@ -61,9 +61,9 @@ class Eagle3(EagleModel):
         self.input_norm = self.new_norm(self.states_width) if norms.before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if norms.each_before_fc:
-            num_states = len(self.aux_hidden_state_layers)
-            state_width = self.states_width // num_states
-            self.fc_norm = nn.ModuleList(self.new_norm(state_width) for _ in range(num_states))
+            state_width = self.target.config.hidden_size
+            norms_of_states = [self.new_norm(state_width) for _ in self.aux_hidden_state_layers]
+            self.fc_norm = nn.ModuleList(norms_of_states)
         self.layers = self.new_layers()
         first: Any = self.layers[0]
         first.hidden_norm = self.new_norm(width)

@@ -32,19 +32,20 @@ from sequoia_plan.runtime.draft.eagle_model import Eagle1, Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.hidden_state_draft import LAYER_CLASSES, HiddenStateDraft
 
 LAYER_IDS = {
-    (EAGLE1, False): (),
-    (EAGLE3, True): ("eagle_aux_hidden_state_layer_ids",),
-    (EAGLE3, False): (
-        "eagle_config.eagle_aux_hidden_state_layer_ids",
-        "aux_hidden_states_layer_ids",
+    EAGLE1: ((), ()),
+    EAGLE3: (
+        ("eagle_config.eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids"),
+        ("eagle_aux_hidden_state_layer_ids",),
     ),
-    **{(block, True): ("aux_hidden_state_layer_ids",) for block in BLOCK_DRAFTS},
-    **{
-        (block, False): ("dflash_config.target_layer_ids", "target_layer_ids")
-        for block in BLOCK_DRAFTS
-    },
+    **dict.fromkeys(
+        BLOCK_DRAFTS,
+        (
+            ("dflash_config.target_layer_ids", "target_layer_ids"),
+            ("aux_hidden_state_layer_ids",),
+        ),
+    ),
 }
-"""Where config.json may have layer numbers, by algorithm and whether the layout is speculators'."""
+"""Where config.json may have layer numbers: in other layouts, and in that of speculators."""
 LIKE_LAYER_IDS = re.compile(r"layer_?ids?$|aux.*layer")
 """Keys that say which hidden states a draft reads, if one knew how their numbers count."""
 MAX_BLOCK_SIZE = 4096
@@ -56,44 +57,38 @@ SIZES = {
     DSPARK: ("markov_rank",),
 }
 """The settings of a block draft that are sizes of what it has beyond DFlash; see `DraftBlock`."""
-SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
-    EAGLE1: {},
-    EAGLE3: {
-        "eagle_aux_hidden_state_layer_ids": ANY,
-        "parallel_draft_heads_num_layers": ANY,
-        "norm_before_residual": FLAG,
-        "norm_output": FLAG,
-        "norm_before_fc": FLAG,
-        "fc_norm": FLAG,
-        "use_aux_hidden_state": ON,
-        "use_input_layernorm_in_first_layer": ON,
-        "use_last_layernorm": ON,
-        "next_layer_regular": ON,
-        "use_mtp_layernorm": (False,),
-        "parallel_draft_step": (1,),
-    },
-    **{
-        algorithm: {
-            **dict.fromkeys([name for names in SIZES.values() for name in names], ANY),
-            "block_size": ANY,
-            "mask_token_id": ANY,
-            "target_layer_ids": ANY,
-            "num_target_layers": ANY,
-            "is_causal": FLAG,
-            "causal": FLAG,
-            "sample_from_anchor": FLAG,
-            "sliding_window_non_causal": FLAG,
-            "use_aux_hidden_state": ON,
-            "markov_head_type": ("vanilla",),
-            "input_embedding_scale": UNSCALED,
-            "output_multiplier": UNSCALED,
-            "logit_scale": UNSCALED,
-            "final_logit_softcapping": (0, 0.0),
-        }
-        for algorithm in BLOCK_DRAFTS
-    },
+EAGLE3_SETTINGS = {
+    "eagle_aux_hidden_state_layer_ids": ANY,
+    "parallel_draft_heads_num_layers": ANY,
+    "norm_before_residual": FLAG,
+    "norm_output": FLAG,
+    "norm_before_fc": FLAG,
+    "fc_norm": FLAG,
+    "use_aux_hidden_state": ON,
+    "use_input_layernorm_in_first_layer": ON,
+    "use_last_layernorm": ON,
+    "next_layer_regular": ON,
+    "use_mtp_layernorm": (False,),
+    "parallel_draft_step": (1,),
 }
-"""By algorithm, the known keys of its section of config.json, which may also be at the top, and the
+BLOCK_SETTINGS = {
+    **dict.fromkeys([name for names in SIZES.values() for name in names], ANY),
+    "block_size": ANY,
+    "mask_token_id": ANY,
+    "target_layer_ids": ANY,
+    "num_target_layers": ANY,
+    "is_causal": FLAG,
+    "causal": FLAG,
+    "sample_from_anchor": FLAG,
+    "sliding_window_non_causal": FLAG,
+    "use_aux_hidden_state": ON,
+    "markov_head_type": ("vanilla",),
+    "input_embedding_scale": UNSCALED,
+    "output_multiplier": UNSCALED,
+    "logit_scale": UNSCALED,
+    "final_logit_softcapping": (0, 0.0),
+}
+"""The known keys of an algorithm's section of config.json, which may also be at the top, and the
 values that they may have; those of `ANY` are checked where they are read."""
 
 
@@ -216,7 +211,7 @@ def d2t_of(checkpoint: Checkpoint, target: LoadedModel) -> Tensor | None:
 
 def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tuple[int, ...]:
     """Which hidden states of this target the draft reads, numbered as in aux_hidden_states.py."""
-    keys = LAYER_IDS[checkpoint.algorithm, checkpoint.from_speculators]
+    keys = LAYER_IDS[checkpoint.algorithm][checkpoint.from_speculators]
     layer_ids = {
         name: value
         for name, value in _by_dotted_name(checkpoint.config)
@@ -262,8 +257,11 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
     An unknown key of that section is refused, and so is a value that makes it another model.
     """
-    allowed = SETTINGS[checkpoint.algorithm]
-    section_name = "dflash_config" if checkpoint.algorithm in BLOCK_DRAFTS else "eagle_config"
+    is_block_draft = checkpoint.algorithm in BLOCK_DRAFTS
+    section_name = "dflash_config" if is_block_draft else "eagle_config"
+    allowed: Mapping[str, Any] = BLOCK_SETTINGS if is_block_draft else EAGLE3_SETTINGS
+    if checkpoint.algorithm == EAGLE1:
+        allowed = {}
     section = checkpoint.config.get(section_name) or {}
     if not isinstance(section, Mapping):
         raise SequoiaPlanError(f"{section_name}: found {section!r:.60}, expected a section")

@@ -1,4 +1,4 @@
-"""What drafts that read the target's hidden states have in common: weights of their own."""
+"""What drafts that read the target's hidden states have in common: own weights and passes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, Drafting
+from sequoia_plan.models.backends import COMPILED, FUSED, RESIDENT, fused
 from sequoia_plan.models.base.architecture import FULL, WINDOWED, rope_changes
 from sequoia_plan.models.base.cache import CacheLayout, TreeCache, cache_argument
 from sequoia_plan.models.base.masks import mask_as_dtype, windowed_mask
@@ -31,95 +32,28 @@ from sequoia_plan.models.parallel import is_on_one_cuda_device
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
 
-LAYER_CLASSES: dict[str, tuple[type, type, type, type]] = {
+LAYER_CLASSES = {
     "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
 """By `model_type`: transformers' configuration, decoder layer, norm and rotary embedding."""
 
 
-class ModuleDraft:
-    """Runs a draft by its modules.
-
-    `recorded` is what profiles record of it, if its layers were fused. `version` grows with each
-    change of the weights that was noticed. With `notes_finite`, each pass notes in its cache
-    whether its logits are finite.
-    """
-
-    notes_finite = False
-    traits = Traits(reads_features=True)
-
-    def __init__(self, draft: Any, recorded: dict[str, Any] | None = None) -> None:
-        self.draft, self.recorded, self.version = draft, recorded, 0
-        self.watch = Watch(weights)
-
-    @property
-    def feature_dtype(self) -> torch.dtype:
-        """The dtype of the features that it reads."""
-        dtype: torch.dtype = self.draft.dtype
-        return dtype
-
-    def metadata(self) -> dict[str, Any]:
-        """Digest, content, dtype, parameters and placement, as profiles record them."""
-        return self.recorded or module_metadata(self.draft) | {"placement": "resident"}
-
-    def check(self) -> None:
-        """Follow changes of the weights, or raise SequoiaPlanError."""
-        check_mode(self.draft)
-        if self.watch.changes(self.draft):
-            self.refresh()
-
-    def refresh(self) -> None:
-        """Take the weights anew, whether or not a change can be seen."""
-        self.version += 1
-        self.watch.look(self.draft)
-
-    def can_be_captured(self) -> bool:
-        """Can a pass be a part of a CUDA graph?"""
-        return is_on_one_cuda_device(self.draft) and not rope_changes(self.draft.config)
-
-    def weight_memory(self) -> tuple[tuple[int, int], ...]:
-        """Address and bytes of each tensor."""
-        return weight_memory(self.draft)
-
-    def new_cache(self, capacity: int, *, counts_positions: bool) -> TreeCache:
-        """A cache of so many slots."""
-        layout, device = self.draft.cache_layout(), self.draft.device
-        return TreeCache(layout, capacity, device, counts_positions=counts_positions)
-
-    def features_of(self, hidden_states: Tensor) -> Tensor:
-        """The target's hidden states [..., states * width] as features."""
-        features: Tensor = self.draft.features_of(hidden_states)
-        return features
-
-    def read(
-        self, cache: Any, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor,
-        mask: Tensor, angles: Sequence[Tensor], logits_to_keep: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """One pass over tokens, each with the feature of the token before it.
-
-        `tokens`, `slots` int64 [n], `positions` of the tokens before them; `features` [n, width];
-        `mask` [n, extent]; `angles`: cosines and sines [1, n, head size]. Returns logits and
-        outputs of the last rows.
-        """
-        draft = self.draft
-        masks = draft.masks_by_layer_type(cache, mask, positions, slots)
-        cache.at(slots, mask.shape[1])
-        with attending(draft.config, slots):
-            logits, outputs = draft(
-                tokens[None], features[None], angles, masks, cache, logits_to_keep
-            )
-        return logits[0], outputs[0, -logits_to_keep:]
-
-
 class HiddenStateDraft(nn.Module):
     """A draft's own weights. Embeddings and output head are the target's where it has none.
 
-    `d2t` int64 [draft vocabulary].
+    `d2t` int64 [draft vocabulary]. `compiled` runs its passes if they are; `recorded` is
+    what profiles record of it if its layers were fused. `version` grows with each change of the
+    weights that was noticed. With `notes_finite`, each pass notes in its cache whether its logits
+    are finite.
     """
 
     d2t: Tensor | None
     drafting: Drafting = EAGLE_DRAFT
+    compiled: Any = None
+    recorded: dict[str, Any] | None = None
+    version = 0
+    notes_finite, traits = False, Traits(reads_features=True)
 
     def __init__(
         self,
@@ -132,8 +66,7 @@ class HiddenStateDraft(nn.Module):
     ) -> None:
         super().__init__()
         config._attn_implementation = "sdpa"
-        self.config, self.target = config, target
-        self.backend: ModuleDraft = ModuleDraft(self)
+        self.config, self.target, self.watch = config, target, Watch(weights)
         self.aux_hidden_state_layers = aux_hidden_state_layers
         width = config.hidden_size
         self.feature_width = width
@@ -160,16 +93,85 @@ class HiddenStateDraft(nn.Module):
     @property
     def window(self) -> int | None:
         """Positions that windowed layers attend to; None if no layer has a window."""
-        return int(self.config.sliding_window) if WINDOWED in self.layer_types else None
+        return self.config.sliding_window if WINDOWED in self.layer_types else None
 
     @property
     def vocabulary(self) -> int:
         """How many logits it gives for each token."""
         return self.target.vocabulary if self.lm_head is None else self.lm_head.out_features
 
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        """The dtype of the features that it reads."""
+        return self.dtype
+
+    @property
+    def backend(self) -> Any:
+        """What runs its passes: itself, unless they are compiled."""
+        return self.compiled or self
+
+    def run_as(self, placement: str) -> tuple[str, ...]:
+        """Run as `placement` says; returns a sentence if its pass is not compiled."""
+        remarks: tuple[str, ...] = ()
+        if placement == COMPILED:
+            from sequoia_plan.runtime.draft.packed_eagle import PackedEagle, why_not
+
+            if not (reason := why_not(self)):
+                self.compiled = PackedEagle(self)
+                return ()
+            remarks = (f"draft: PyTorch runs it, its pass is not compiled: {reason}",)
+        if placement != RESIDENT:
+            self.recorded = fused(self, FUSED)
+        return remarks
+
     def metadata(self) -> dict[str, Any]:
-        """What profiles record of it."""
-        return self.backend.metadata()
+        """Digest, content, dtype, parameters and placement, as profiles record them."""
+        if self.compiled:
+            return self.compiled.metadata()
+        return self.recorded or module_metadata(self) | {"placement": RESIDENT}
+
+    def check(self) -> None:
+        """Follow changes of the weights, or raise SequoiaPlanError."""
+        check_mode(self)
+        if self.watch.changes(self):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take the weights anew, whether or not a change can be seen."""
+        self.version += 1
+        self.watch.look(self)
+
+    def can_be_captured(self) -> bool:
+        """Can a pass be a part of a CUDA graph?"""
+        return is_on_one_cuda_device(self) and not rope_changes(self.config)
+
+    def weight_memory(self) -> tuple[tuple[int, int], ...]:
+        """Address and bytes of each tensor."""
+        return weight_memory(self)
+
+    def new_cache(self, capacity: int, *, counts_positions: bool) -> TreeCache:
+        """A cache of so many slots."""
+        layout = self.cache_layout()
+        return TreeCache(layout, capacity, self.device, counts_positions=counts_positions)
+
+    def read(
+        self, cache: TreeCache, tokens: Tensor, features: Tensor, rows: Sequence[Tensor],
+        logits_to_keep: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One pass over tokens, each with the feature of the token before it.
+
+        `tokens` int64 [n]; `features` [n, width]; `rows`: slots int64 [n], positions of the tokens
+        before them, the mask [n, extent], and the positions' cosines and sines [1, n, head size].
+        Returns logits and outputs of the last rows.
+        """
+        slots, positions, mask, *angles = rows
+        masks = self.masks_by_layer_type(cache, mask, positions, slots)
+        cache.at(slots, mask.shape[1])
+        with attending(self.config, slots):
+            logits, outputs = self(
+                tokens[None], features[None], angles, masks, cache, logits_to_keep
+            )
+        return logits[0], outputs[0, -logits_to_keep:]
 
     def new_layers(self) -> nn.ModuleList:
         """New layers, which have weights of no meaning."""
@@ -201,8 +203,8 @@ class HiddenStateDraft(nn.Module):
 
     def cache_layout(self) -> int | CacheLayout:
         """The memory of its layers' keys and values, or the number of its layers."""
-        heads, head_dim = int(self.config.num_key_value_heads), int(self.config.head_dim)
-        memory = (self.device, self.dtype, heads, head_dim)
+        config = self.config
+        memory = (self.device, self.dtype, config.num_key_value_heads, config.head_dim)
         return ((memory, memory),) * len(self.layer_types)
 
     def masks_by_layer_type(

@@ -9,7 +9,7 @@ from torch import Tensor
 from sequoia_plan.artifacts import LANGUAGE_MODEL, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import model_type
 from sequoia_plan.models.base.cache import TreeCache
-from sequoia_plan.models.base.masks import additive_mask, causal_mask
+from sequoia_plan.models.base.masks import additive_mask
 from sequoia_plan.models.base.tree_tensors import TreeTensors
 from sequoia_plan.models.loaded_model import ForwardOutput, LoadedModel
 from sequoia_plan.runtime.draft.drafter import Drafter, DraftPass, distinct_slots, passes_by_level
@@ -87,14 +87,13 @@ class LanguageModelDrafter(Drafter):
 
     def logits_over_text(self, sequence: SequenceState, slots: Tensor, *_: Any) -> Tensor:
         """See `Drafter`: they do not depend on the level."""
-        mask = causal_mask(slots, int(slots[-1]) + 1, self.model.dtype)
-        logits = self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask).logits
+        tokens, extent = sequence.tokens[slots], int(slots[-1]) + 1
+        logits = self.model.read_text(sequence.draft, tokens, slots, extent).logits
         return logits[:, : self.vocabulary]
 
     def catch_up(self, sequence: SequenceState, slots: Tensor, extent: int) -> None:
         """Read the committed tokens in `slots` (int64 [tokens]); the cache then has them."""
-        mask = causal_mask(slots, extent, self.model.dtype)
-        self.model(sequence.draft, sequence.tokens[slots], slots, slots, mask, logits_to_keep=1)
+        self.model.read_text(sequence.draft, sequence.tokens[slots], slots, extent, 1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
         """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""

@@ -23,21 +23,26 @@ from sequoia_plan.models.packed.packed_pass import (
     visible_slots,
 )
 from sequoia_plan.models.packed.weights import PackedWeights, Storage, model_of, packed_in_memory
-from sequoia_plan.runtime.draft.hidden_state_draft import ModuleDraft
 
 IN_8_BITS = Storage(bits=8)
 
 
-class PackedEagle(ModuleDraft):
-    """Runs an EAGLE-3 draft by the packed pass, its matrices rounded to 8 bits."""
+class PackedEagle:
+    """Runs an EAGLE-3 draft by the packed pass, in 8 bits; methods are as in `HiddenStateDraft`."""
 
     feature_dtype = torch.float32
     notes_finite, traits = True, Traits(is_compiled=True, reads_features=True)
     weights: PackedWeights | None = None
 
     def __init__(self, draft: Any) -> None:
-        super().__init__(draft)
+        self.draft, self.version = draft, 0
         self.pack()
+
+    def can_be_captured(self) -> bool:
+        return False
+
+    def weight_memory(self) -> tuple[tuple[int, int], ...]:
+        return self.draft.weight_memory()
 
     def metadata(self) -> dict[str, Any]:
         return module_metadata(self.draft) | {"placement": "compiled", "weights": "Q8_0"}
@@ -51,8 +56,10 @@ class PackedEagle(ModuleDraft):
         draft, self.watch = self.draft, Watch(everything)
         config, dtype = draft.config, cache_dtype(draft.dtype)
         source = ModuleSource(draft)
-        names = {n: n if n.startswith("lm_head.") else f"model.{n}" for n in source.tensors}
-        source.tensors = {names[n]: tensor for n, tensor in source.tensors.items()}
+        source.tensors = {
+            name if name.startswith("lm_head.") else f"model.{name}": tensor
+            for name, tensor in source.tensors.items()
+        }
         self.weights = packed_in_memory(source, IN_8_BITS)
         model = model_of(self.weights, config, config.head_dim, dtype.itemsize)
         self.fc = self.weights.matrix("model.fc.weight")
@@ -96,13 +103,14 @@ class PackedEagle(ModuleDraft):
         return self.runner.new_cache(capacity, counts_positions=counts_positions)
 
     def read(
-        self, cache: PackedCache, tokens: Tensor, features: Tensor, positions: Tensor,
-        slots: Tensor, mask: Tensor, angles: Sequence[Tensor], logits_to_keep: int,
+        self, cache: PackedCache, tokens: Tensor, features: Tensor, rows: Sequence[Tensor],
+        logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `ModuleDraft`; the angles are the pass's own."""
+        """See `HiddenStateDraft`; the angles are the pass's own."""
+        slots, positions, mask, *_ = rows
         x = features.numpy()
-        rows, width = x.shape
-        first = np.zeros((rows, round_up(2 * width, UNIT)), np.float32)
+        width = x.shape[1]
+        first = np.zeros((len(x), round_up(2 * width, UNIT)), np.float32)
         embedded = self.draft.embed(tokens).float().numpy()
         epsilon, norms = self.runner.model.epsilon, self.norms
         for embedding, feature, row in zip(embedded, x, first, strict=True):

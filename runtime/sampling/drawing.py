@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_plan.models.base.kernel_launch import HAS_NUMBA
+from sequoia_plan.models.base.kernel_launch import HAS_NUMBA, launch
 
+KERNELS = "runtime.sampling.drawing_kernels"
 BLOCK, WARPS = 4096, 16
 """Tokens that a kernel's program reads at once, and its warps."""
 LAUNCH = {"num_warps": WARPS, "maxnreg": 65536 // (32 * WARPS)}
@@ -162,19 +163,18 @@ def race_on_device(
     `logits` [nodes, vocabulary]; `bits` int32 [nodes, vocabulary]; returns float32 [nodes,
     vocabulary].
     """
-    kernels = importlib.import_module("sequoia_plan.runtime.sampling.drawing_kernels")
     nodes, vocabulary = logits.shape
     grid = (nodes, -(-vocabulary // block))
     logits, max_logits = logits.contiguous(), logits.amax(-1).float()
     totals = max_logits.new_empty(grid)
     probs, best_keys = max_logits.new_empty(nodes, vocabulary), max_logits.new_empty(*grid, count)
     best_tokens = torch.empty_like(best_keys, dtype=torch.int64)
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
-        kernels.race_totals[grid](
-            logits, max_logits, totals, vocabulary, temperature, BLOCK=block, **LAUNCH
-        )
-        kernels.race[grid](
-            logits, max_logits, totals.sum(-1), bits, probs, best_keys, best_tokens, vocabulary,
-            count, temperature, BLOCK=block, **LAUNCH,
-        )  # fmt: skip
+    launch(
+        f"{KERNELS}.race_totals", grid, logits, max_logits, totals, vocabulary, temperature,
+        BLOCK=block, **LAUNCH,
+    )  # fmt: skip
+    launch(
+        f"{KERNELS}.race", grid, logits, max_logits, totals.sum(-1), bits, probs, best_keys,
+        best_tokens, vocabulary, count, temperature, BLOCK=block, **LAUNCH,
+    )  # fmt: skip
     return probs, best_tokens.flatten(1).gather(1, best_keys.flatten(1).topk(count, -1).indices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,7 +87,7 @@ def not_followed(config: Any, has_processors: bool = False) -> dict[str, Any]:
 
 def verifier_of(tree: TokenTree) -> str:
     """The verifier that a tree's plan records; the default if the plan has none."""
-    return str(tree.plan.settings.get("verifier") or DEFAULT_VERIFIER)
+    return tree.plan.settings.get("verifier") or DEFAULT_VERIFIER
 
 
 @dataclass(frozen=True)
@@ -195,20 +194,7 @@ class Sampling:
         Args:
             logits: [nodes, vocabulary], the target's.
         """
-        logits = logits.float()
-        if loops := loops_for(logits):
-            numbers = (self.temperature, self.top_k, self.top_p, self.min_p)
-            return _fill(loops.target_probs, logits, *numbers)
-        scores = logits / self.temperature
-        if self.top_k:
-            threshold = scores.topk(min(self.top_k, scores.shape[-1]), -1).values[..., -1:]
-            scores = scores.masked_fill(scores < threshold, -torch.inf)
-        probs = torch.softmax(scores, -1)
-        if self.top_p < 1:
-            probs = top_p_filter(probs, self.top_p)
-        if self.min_p > 0:
-            probs = _keep_from(probs, self.min_p * probs.amax(-1, keepdim=True))
-        return probs
+        return _probs(logits.float(), self.temperature, self.top_k, self.top_p, self.min_p)
 
     def scores(self, logits: Tensor) -> Tensor:
         """float32 [nodes, vocabulary]: logits by temperature, -inf for tokens that filters remove.
@@ -230,10 +216,7 @@ class Sampling:
         """
         if self.greedy:
             return logits
-        logits, temperature = logits.float(), self.draft_temperature or self.temperature
-        if loops := loops_for(logits):
-            return _fill(loops.target_probs, logits, temperature, 0, 1.0, 0.0)
-        return torch.softmax(logits / temperature, -1)
+        return _probs(logits.float(), self.draft_temperature or self.temperature)
 
     def draw_children(self, logits: Tensor, count: int, bits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw `count` children for each row of the draft's logits; on CUDA by a kernel.
@@ -262,12 +245,25 @@ class Sampling:
         )
 
 
-def _fill(loop: Callable[..., None], logits: Tensor, *numbers: float) -> Tensor:
-    """What a loop over rows of logits computes, with its settings as the loops take them."""
-    probs = logits.detach().reshape(-1, logits.shape[-1]).numpy().copy()
-    settings = (n if isinstance(n, int) else np.float32(n) for n in numbers)
-    loop(probs, probs.max(-1), *settings)
-    return torch.from_numpy(probs).view(logits.shape)
+def _probs(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """float32 [nodes, vocabulary]: probabilities of float32 logits, filtered."""
+    if loops := loops_for(logits):
+        rows = logits.detach().reshape(-1, logits.shape[-1]).numpy().copy()
+        shares = np.float32(top_p), np.float32(min_p)
+        loops.target_probs(rows, rows.max(-1), np.float32(temperature), top_k, *shares)
+        return torch.from_numpy(rows).view(logits.shape)
+    scores = logits / temperature
+    if top_k:
+        threshold = scores.topk(min(top_k, scores.shape[-1]), -1).values[..., -1:]
+        scores = scores.masked_fill(scores < threshold, -torch.inf)
+    probs = torch.softmax(scores, -1)
+    if top_p < 1:
+        probs = top_p_filter(probs, top_p)
+    if min_p > 0:
+        probs = _keep_from(probs, min_p * probs.amax(-1, keepdim=True))
+    return probs
 
 
 def top_p_filter(probs: Tensor, top_p: float) -> Tensor:

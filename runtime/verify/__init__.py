@@ -15,11 +15,11 @@ from sequoia_plan.runtime.verify import spectr, topk, traversal
 from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
     AcceptedPath,
-    TargetProbs,
+    DrawnTree,
+    greedy,
     sample_path,
 )
-from sequoia_plan.runtime.verify.greedy import greedy
-from sequoia_plan.runtime.verify.residual import sequoia, specinfer, without_looked_up
+from sequoia_plan.runtime.verify.residual import sequoia, specinfer
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "VERIFIERS",
     "Acceptance",
     "AcceptedPath",
-    "TargetProbs",
+    "DrawnTree",
     "TreeIndex",
     "Verifier",
     "greedy",
@@ -35,7 +35,7 @@ __all__ = [
     "verify",
 ]
 
-Verifier = Callable[..., Acceptance]
+Verifier = Callable[[DrawnTree], Acceptance]
 """An acceptance rule: a function of probabilities and drawn tokens."""
 
 LOOKUP_VERIFIERS = ("sequoia", "traversal")
@@ -52,31 +52,13 @@ VERIFIERS: dict[str, Verifier] = {
 """`sampling.drawing.DRAWING_OF_VERIFIER` has the way of drawing that each is exact for."""
 
 
-def verify(
-    verifier: Verifier,
-    target_probs: TargetProbs,
-    draft_probs: Tensor,
-    drawn: Tensor,
-    index: TreeIndex,
-    uniforms: Tensor,
-    d2t: Tensor | None = None,
-    looked_up: Tensor | None = None,
-) -> AcceptedPath:
+def verify(verifier: Verifier, tree: DrawnTree, uniforms: Tensor) -> AcceptedPath:
     """Sample the accepted path and the bonus token.
 
-    A child that is looked up counts as drawn before its siblings, from a distribution that has its
-    token alone; the siblings are drawn from the draft's distribution without that token.
-    `target_probs` int64 [k]; `draft_probs` float [inner nodes, draft vocabulary]; `drawn` int64
-    [inner nodes, branching]; `uniforms` float64 [2]; `d2t` int64 [draft vocabulary]; `looked_up`
-    int64 [size].
+    `uniforms` float64 [2].
     """
-    inputs = (target_probs, draft_probs, drawn, index, d2t)
-    if index.size == 1:  # nothing was drafted
-        acceptance = Acceptance(uniforms.new_ones(1), None, index.together)
-    elif looked_up is None:
-        acceptance = verifier(*inputs)
+    if tree.index.size == 1:  # nothing was drafted
+        acceptance = Acceptance(uniforms.new_ones(1), None, tree.index.together)
     else:
-        acceptance = verifier(*inputs, looked_up=looked_up)
-        # at the end of the path, all children of its last node are rejected
-        target_probs = without_looked_up(target_probs, looked_up)
-    return sample_path(acceptance, target_probs, index, uniforms, d2t)
+        acceptance = verifier(tree)
+    return sample_path(acceptance, tree, uniforms)

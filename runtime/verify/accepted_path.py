@@ -16,6 +16,42 @@ It is called for a leaf only if the accepted path ends there."""
 
 
 @dataclass(frozen=True)
+class DrawnTree:
+    """What a verifier decides from: a tree's drawn tokens, and the probabilities at its nodes.
+
+    A child that is looked up counts as drawn before its siblings, from a distribution that has its
+    token alone; the siblings are drawn from the draft's distribution without that token.
+
+    Args:
+        draft_probs: float [inner nodes, draft vocabulary].
+        drawn: int64 [inner nodes, branching], in the draft's vocabulary.
+        d2t: int64 [draft vocabulary], the target's tokens; None if the vocabularies are the same.
+        looked_up: int64 [size], the token of each node's first child if that is looked up, else -1;
+            None if no child is.
+    """
+
+    target_probs: TargetProbs
+    draft_probs: Tensor
+    drawn: Tensor
+    index: TreeIndex
+    d2t: Tensor | None = None
+    looked_up: Tensor | None = None
+
+    def covered(self, probs: Tensor) -> Tensor:
+        """Those of probabilities [k, vocabulary] that are of the draft's tokens, in its order."""
+        return probs if self.d2t is None else probs.index_select(1, self.d2t)
+
+    def without_looked_up(self, probs: Tensor, nodes: Tensor) -> Tensor:
+        """Probabilities [k, vocabulary] after nodes, with 0 for a looked-up child's token."""
+        if self.looked_up is None:
+            return probs
+        tokens = self.looked_up[nodes, None]
+        at_token = tokens.clamp(min=0)
+        probs_left = torch.where(tokens < 0, probs.gather(1, at_token), 0.0)
+        return probs.scatter(1, at_token, probs_left)
+
+
+@dataclass(frozen=True)
 class Acceptance:
     """The probabilities of each path and bonus token, given the drawn tree; `sample_path` samples.
 
@@ -33,9 +69,7 @@ class Acceptance:
     residual_probs: Callable[[Tensor], Tensor] | None
     order: VerificationOrder
 
-    def bonus_probs(
-        self, end: Tensor, target_probs: TargetProbs, index: TreeIndex, d2t: Tensor | None
-    ) -> Tensor:
+    def bonus_probs(self, end: Tensor, tree: DrawnTree) -> Tensor:
         """The bonus token's distribution if the path ends at `end`; the target's at a leaf.
 
         Args:
@@ -44,15 +78,16 @@ class Acceptance:
         Returns:
             float [1, vocabulary], not normalised.
         """
-        probs = target_probs(end)
+        # at the end of the path, all children of its last node are rejected
+        probs = tree.without_looked_up(tree.target_probs(end), end)
         if self.residual_probs is None:
             return probs
         residual = self.residual_probs(self.order.place_of_node[end])
-        if d2t is not None:
-            residual = probs.index_copy(1, d2t, residual)
+        if tree.d2t is not None:
+            residual = probs.index_copy(1, tree.d2t, residual)
         # only rounding leads to a residual of mass 0: a child was certain to be accepted
         has_mass = residual.sum(-1, keepdim=True) > 0
-        return torch.where((index.child_count[end] > 0)[:, None] & has_mass, residual, probs)
+        return torch.where((tree.index.child_count[end] > 0)[:, None] & has_mass, residual, probs)
 
 
 @dataclass(frozen=True)
@@ -67,20 +102,29 @@ class AcceptedPath:
     bonus: Tensor
 
 
-def sample_path(
-    acceptance: Acceptance,
-    target_probs: TargetProbs,
-    index: TreeIndex,
-    uniforms: Tensor,
-    d2t: Tensor | None = None,
-) -> AcceptedPath:
+def sample_path(acceptance: Acceptance, tree: DrawnTree, uniforms: Tensor) -> AcceptedPath:
     """Sample the end of the path and the bonus token by inversion.
 
     `uniforms` float64 [2].
     """
+    index = tree.index
     end = index.post_order[draw_tokens(acceptance.end_probs[index.post_order], uniforms[:1])]
-    bonus = draw_tokens(acceptance.bonus_probs(end, target_probs, index, d2t)[0], uniforms[1:])
-    return AcceptedPath(index.paths[end][0], index.offsets[end] + 1, bonus)
+    bonus = draw_tokens(acceptance.bonus_probs(end, tree)[0], uniforms[1:])
+    return AcceptedPath(index.paths[end][0], index.levels[end] + 1, bonus)
+
+
+def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
+    """At temperature 0, every verifier accepts the target's most probable tokens.
+
+    A walk goes from the root down, each time to the child that has that token, and the bonus
+    token is the target's choice after the last node. `choices`, `tokens` int64 [size].
+    """
+    root_is_chosen = torch.ones_like(tokens[:1], dtype=torch.bool)
+    is_chosen = torch.cat([root_is_chosen, tokens[1:] == choices[index.parents]])
+    is_accepted = is_chosen[index.paths].all(-1)
+    # the accepted nodes are one path, which ends at the deepest of them
+    end = (is_accepted * index.levels).argmax(0, keepdim=True)
+    return AcceptedPath(index.paths[end][0], index.levels[end] + 1, choices[end])
 
 
 def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:

@@ -14,22 +14,21 @@ R, and one pass over the vocabulary gives its mass.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
+from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available, launch
 from sequoia_plan.runtime.sampling.drawing import BLOCK, LAUNCH, loops_for
 from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
-    TargetProbs,
+    DrawnTree,
     end_probs_from_root,
     first_accepted_probs,
 )
-from sequoia_plan.runtime.verify.tree_index import TreeIndex, VerificationOrder
+from sequoia_plan.runtime.verify.tree_index import VerificationOrder
 
 
 @dataclass
@@ -53,34 +52,22 @@ class Residual:
 
     @classmethod
     def start(
-        cls,
-        target_probs: TargetProbs,
-        draft_probs: Tensor,
-        drawn: Tensor,
-        order: VerificationOrder,
-        d2t: Tensor | None,
-        looked_up: Tensor | None = None,
-        *,
-        removes_rejected: bool,
+        cls, tree: DrawnTree, order: VerificationOrder, *, removes_rejected: bool
     ) -> Residual:
         """The state before any rejection: R = p, D = q, c = e = 0, a = 1.
 
-        `drawn` int64 [drafted parents, branching]; `looked_up` int64 [size]: the token of each
-        node's first child if that is looked up, else -1. The rejection of such a child removes its
-        token from R and changes nothing else. So `p` lacks that token from the start, and the
-        child's own p is among `child_terms`.
+        The rejection of a child that is looked up removes its token from R and changes nothing
+        else. So `p` lacks that token from the start, and the child's own p is among `child_terms`.
         """
-        all_probs = probs = target_probs(order.nodes)
-        tokens = None if looked_up is None else looked_up[order.nodes]
-        if tokens is not None:
-            probs = _without_tokens(all_probs, tokens)
-        q = draft_probs.index_select(0, order.draft_rows)
-        children = drawn.index_select(0, order.draft_rows)
-        p = probs if d2t is None else probs.index_select(1, d2t)
+        all_probs = tree.target_probs(order.nodes)
+        probs = tree.without_looked_up(all_probs, order.nodes)
+        tokens = None if tree.looked_up is None else tree.looked_up[order.nodes]
+        q = tree.draft_probs.index_select(0, order.draft_rows)
+        children = tree.drawn.index_select(0, order.draft_rows)
+        p = tree.covered(probs)
         mass = p.sum(-1)
-        if d2t is None:
-            uncovered_mass = torch.zeros_like(mass)
-        else:
+        uncovered_mass = torch.zeros_like(mass)
+        if tree.d2t is not None:
             uncovered_mass = (probs.sum(-1) - mass).clamp_(min=0)
         has_drawn_child = order.has_child
         if tokens is not None:
@@ -99,7 +86,7 @@ class Residual:
         ranks = torch.arange(children.shape[1], device=q.device, dtype=q.dtype)
         num_undrawn = (q.shape[1] - ranks).expand_as(masses)
         if tokens is not None:  # `ranks` counts it as drawn, but the draft may lack it
-            num_undrawn = num_undrawn + _not_in_draft(tokens, d2t)[:, None]
+            num_undrawn = num_undrawn + _not_in_draft(tokens, tree.d2t)[:, None]
         inverse_d = torch.where(q_at_children > 0, masses / _positive(q_at_children), 0.0)
         inverse_d = torch.where(is_exhausted, num_undrawn, inverse_d)
         q_factor = torch.where(is_exhausted, 0.0, 1 / _positive(masses))
@@ -170,16 +157,15 @@ class Residual:
 
         The masses of blocks go to scratch memory.
         """
-        kernels = importlib.import_module("sequoia_plan.runtime.verify.residual_kernels")
         num_nodes, vocabulary = self.p.shape
         num_blocks = -(-vocabulary // BLOCK)
-        with torch.cuda.device_of(self.p):  # Triton launches on the current device
-            kernels.reject_child[(places.stop - places.start, num_blocks)](
-                self.p, self.q, self.uncovered_mass, self.child_terms, self.state,
-                self.accept_probs, places.start, rank, num_nodes, vocabulary,
-                self.p.new_empty(num_nodes, num_blocks), BLOCK=BLOCK,
-                MAX_BLOCKS=1 << (num_blocks - 1).bit_length(), **LAUNCH,
-            )  # fmt: skip
+        launch(
+            "runtime.verify.residual_kernels.reject_child",
+            (places.stop - places.start, num_blocks), self.p, self.q, self.uncovered_mass,
+            self.child_terms, self.state, self.accept_probs, places.start, rank, num_nodes,
+            vocabulary, self.p.new_empty(num_nodes, num_blocks), BLOCK=BLOCK,
+            MAX_BLOCKS=1 << (num_blocks - 1).bit_length(), **LAUNCH,
+        )  # fmt: skip
 
     def residual_probs(self, places: Tensor) -> Tensor:
         """float [k, draft vocabulary]: R at `places` (int64 [k])."""
@@ -187,24 +173,13 @@ class Residual:
         return _residual(self.p[places], self.q[places], c, e)
 
 
-def sequential_acceptance(
-    target_probs: TargetProbs,
-    draft_probs: Tensor,
-    drawn: Tensor,
-    index: TreeIndex,
-    d2t: Tensor | None = None,
-    looked_up: Tensor | None = None,
-    *,
-    removes_rejected: bool,
-) -> Acceptance:
+def sequential_acceptance(tree: DrawnTree, *, removes_rejected: bool) -> Acceptance:
     """The acceptance if a walk from the root down accepts or rejects one child after the other."""
-    order = index.together
-    residual = Residual.start(
-        target_probs, draft_probs, drawn, order, d2t, looked_up, removes_rejected=removes_rejected
-    )
+    order = tree.index.together
+    residual = Residual.start(tree, order, removes_rejected=removes_rejected)
     residual.reject_children(order.groups[0])
     child_probs = first_accepted_probs(residual.accept_probs.t())
-    return Acceptance(end_probs_from_root(child_probs, index), residual.residual_probs, order)
+    return Acceptance(end_probs_from_root(child_probs, tree.index), residual.residual_probs, order)
 
 
 sequoia = partial(sequential_acceptance, removes_rejected=True)
@@ -239,22 +214,6 @@ At every node:
 If a token is drawn a second time, it was rejected before, so R is 0 there: a duplicate child
 is never accepted.
 """
-
-
-def without_looked_up(target_probs: TargetProbs, looked_up: Tensor) -> TargetProbs:
-    """The target's probabilities with 0 for the token of a child that is looked up.
-
-    `looked_up` int64 [size].
-    """
-
-    return lambda nodes: _without_tokens(target_probs(nodes), looked_up[nodes])
-
-
-def _without_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
-    """`probs` [nodes, vocabulary] with 0 for the token of each row (int64 [nodes]; -1 for none)."""
-    at_token = tokens.clamp(min=0)[:, None]
-    probs_left = torch.where(tokens[:, None] < 0, probs.gather(1, at_token), 0.0)
-    return probs.scatter(1, at_token, probs_left)
 
 
 def _not_in_draft(tokens: Tensor, d2t: Tensor | None) -> Tensor:

@@ -8,24 +8,17 @@ from torch import Tensor
 
 from sequoia_plan.runtime.verify.accepted_path import (
     Acceptance,
-    TargetProbs,
+    DrawnTree,
     end_probs_from_root,
     first_accepted_probs,
 )
-from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 HALVINGS = 24
 """Halvings of the interval that contains rho. Fewer would be as exact: see `acceptance`."""
 
 
-def acceptance(
-    target_probs: TargetProbs,
-    draft_probs: Tensor,
-    drawn: Tensor,
-    index: TreeIndex,
-    d2t: Tensor | None = None,
-) -> Acceptance:
-    """The acceptance by K-SEQ; `verify` documents the arguments.
+def acceptance(tree: DrawnTree) -> Acceptance:
+    """The acceptance by K-SEQ.
 
     At every node, with k children:
 
@@ -40,14 +33,14 @@ def acceptance(
     (rho = k), so fewer halvings cost acceptance and never exactness. A token that is drawn twice
     has a second chance, and the bonus distribution accounts for that.
     """
-    order = index.together
-    probs = target_probs(order.nodes)
-    q = draft_probs.index_select(0, order.draft_rows)
-    children = drawn[order.draft_rows]
-    p = probs if d2t is None else probs.index_select(1, d2t)
+    order = tree.index.together
+    probs = tree.target_probs(order.nodes)
+    q = tree.draft_probs.index_select(0, order.draft_rows)
+    children = tree.drawn[order.draft_rows]
+    p = tree.covered(probs)
     total = probs.sum(-1, keepdim=True)
     q = q * (total / q.sum(-1, keepdim=True))
-    k = index.child_count[order.nodes][:, None].to(p.dtype)
+    k = tree.index.child_count[order.nodes][:, None].to(p.dtype)
     low, high = torch.ones_like(k), k
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -65,7 +58,7 @@ def acceptance(
         """The bonus token's distribution at these places in `order` (int64 [k])."""
         return (p[places] - overlap[places] * gain[places]).clamp_(min=0)
 
-    return Acceptance(end_probs_from_root(child_probs, index), residual_probs, order)
+    return Acceptance(end_probs_from_root(child_probs, tree.index), residual_probs, order)
 
 
 def _overlap(p: Tensor, q: Tensor, rho: Tensor, total: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,27 +3,20 @@
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.accepted_path import Acceptance, TargetProbs, end_probs_from_root
-from sequoia_plan.runtime.verify.tree_index import TreeIndex
+from sequoia_plan.runtime.verify.accepted_path import Acceptance, DrawnTree, end_probs_from_root
 
 
-def acceptance(
-    target_probs: TargetProbs,
-    draft_probs: Tensor,
-    drawn: Tensor,
-    index: TreeIndex,
-    d2t: Tensor | None = None,
-) -> Acceptance:
-    """The acceptance by the naive rule; `verify` documents the arguments.
+def acceptance(tree: DrawnTree) -> Acceptance:
+    """The acceptance by the naive rule.
 
     At every node, a token is drawn from the target's probabilities p, and the walk goes on to the
     child that has it: child s is accepted with probability p[s]. That is exact however the children
-    were chosen, if siblings differ; `draft_probs` is not used.
+    were chosen, if siblings differ; the draft's probabilities are not used.
     """
-    order = index.together
-    probs = target_probs(order.nodes)
-    children = drawn[order.draft_rows]
-    p = probs if d2t is None else probs.index_select(1, d2t)
+    order = tree.index.together
+    probs = tree.target_probs(order.nodes)
+    children = tree.drawn[order.draft_rows]
+    p = tree.covered(probs)
     child_probs = p.gather(1, children).where(order.has_child, 0.0) / probs.sum(-1, keepdim=True)
 
     def residual_probs(places: Tensor) -> Tensor:
@@ -33,4 +26,4 @@ def acceptance(
         counts.scatter_add_(1, children[places], order.has_child[places].to(p.dtype))
         return p[places].masked_fill(counts > 0, 0.0)
 
-    return Acceptance(end_probs_from_root(child_probs, index), residual_probs, order)
+    return Acceptance(end_probs_from_root(child_probs, tree.index), residual_probs, order)

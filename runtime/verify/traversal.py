@@ -7,20 +7,13 @@ acceptance of its later siblings and of its parent.
 import torch
 from torch import Tensor
 
-from sequoia_plan.runtime.verify.accepted_path import Acceptance, TargetProbs, exclusive_cumprod
+from sequoia_plan.runtime.verify.accepted_path import Acceptance, DrawnTree, exclusive_cumprod
 from sequoia_plan.runtime.verify.residual import Residual
 from sequoia_plan.runtime.verify.tree_index import TreeIndex
 
 
-def acceptance(
-    target_probs: TargetProbs,
-    draft_probs: Tensor,
-    drawn: Tensor,
-    index: TreeIndex,
-    d2t: Tensor | None = None,
-    looked_up: Tensor | None = None,
-) -> Acceptance:
-    """The acceptance by traversal verification; `verify` documents the arguments.
+def acceptance(tree: DrawnTree) -> Acceptance:
+    """The acceptance by traversal verification.
 
         a(root) = 1
         at every node, from the root down, with a = a(node):
@@ -39,8 +32,8 @@ def acceptance(
     Every a depends on the drawn tokens and never on an earlier acceptance. So levels are computed
     one after the other, and the nodes of a level side by side.
     """
-    order = index.by_level
-    residual = residual_after_children(target_probs, draft_probs, drawn, index, d2t, looked_up)
+    index, order = tree.index, tree.index.by_level
+    residual = residual_after_children(tree)
     accept_probs = subtree_probs(residual, index)  # a of every node when it is reached
     accept_probs[order.nodes] = residual.node_probs  # the last a of nodes with children
     ordered = accept_probs.double()[index.post_order]
@@ -49,22 +42,10 @@ def acceptance(
     return Acceptance(end_probs, residual.residual_probs, order)
 
 
-def residual_after_children(
-    target_probs: TargetProbs,
-    draft_probs: Tensor,
-    drawn: Tensor,
-    index: TreeIndex,
-    d2t: Tensor | None = None,
-    looked_up: Tensor | None = None,
-) -> Residual:
-    """The residuals of all inner nodes after all of their children are rejected.
-
-    `verify` documents the arguments.
-    """
-    order = index.by_level
-    residual = Residual.start(
-        target_probs, draft_probs, drawn, order, d2t, looked_up, removes_rejected=True
-    )
+def residual_after_children(tree: DrawnTree) -> Residual:
+    """The residuals of all inner nodes after all of their children are rejected."""
+    order = tree.index.by_level
+    residual = Residual.start(tree, order, removes_rejected=True)
     for group, group_cells in zip(order.groups, order.group_cells, strict=True):
         if group_cells is not None:
             residual.set_node_probs(group[0], residual.accept_probs.flatten()[group_cells])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,9 +58,8 @@ class VerificationOrder:
                 start + int((group_counts > rank).sum()) for rank in range(int(group_counts[0]))
             ]
             groups.append(tuple(slice(start, end) for end in ends))
-            is_first = start == 0  # it contains the root, which has no cell
-            own_cells = None if is_first else _tensor(cells[nodes[places] - 1], device)
-            group_cells.append(own_cells)
+            # the first group has the root, which has no cell
+            group_cells.append(_tensor(cells[nodes[places] - 1], device) if start else None)
 
         has_child = np.arange(tree.branching) < counts[:, None]
         return cls(
@@ -77,14 +77,15 @@ class VerificationOrder:
 class TreeIndex:
     """The structure of a token tree as int64 tensors on one device.
 
-    `child_count` [size]; `parents` [size - 1]; `offsets` [size]; `paths` [size, depth];
-    `post_order` [size].
+    `child_count` [size]; `parents` [size - 1], of the nodes below the root; `levels` [size], the
+    root's 0; `paths` [size, depth], the nodes from the root to each, then zeros; `post_order`
+    [size], children before their parent.
     """
 
     size: int
     child_count: Tensor
     parents: Tensor
-    offsets: Tensor
+    levels: Tensor
     paths: Tensor
     post_order: Tensor
     together: VerificationOrder
@@ -94,14 +95,14 @@ class TreeIndex:
     def of(cls, tree: TokenTree, device: torch.device | str = "cpu") -> TreeIndex:
         """The structure of `tree` on `device`."""
         paths = np.zeros((tree.size, tree.depth), np.int64)
-        for node in range(1, tree.size):
+        for node in np.flatnonzero(tree.position_ids):
             paths[node] = paths[tree.parents[node]]
             paths[node, tree.position_ids[node]] = node
         return cls(
             size=tree.size,
             child_count=_tensor(tree.child_count, device),
             parents=_tensor(tree.parents[1:], device),
-            offsets=_tensor(tree.position_ids, device),
+            levels=_tensor(tree.position_ids, device),
             paths=_tensor(paths, device),
             post_order=_tensor(_post_order(tree), device),
             together=VerificationOrder.of(tree, np.zeros(tree.size, np.int64), device),
@@ -116,32 +117,19 @@ class TreeIndex:
         that use `together`. In their `Acceptance.end_probs`, those of each root and its children
         add up to 1.
         """
-        root_nodes = np.arange(roots)
-        child = np.arange(roots * children)  # numbers the children only
-        parent, rank = child // children, child % children
-        size = roots + child.size
-        no_child, no_root = np.zeros(child.size, np.int64), np.zeros(roots, np.int64)
-        # every root but the first has an entry where other trees have none: 0 pads
-        order = VerificationOrder(
-            nodes=_tensor(root_nodes, device),
-            draft_rows=_tensor(root_nodes, device),
-            place_of_node=_tensor(np.append(root_nodes, no_child), device),
-            cells=_tensor(np.append(no_root[1:], rank * roots + parent), device),
-            has_child=torch.ones(roots, children, dtype=torch.bool, device=device),
-            groups=((slice(0, roots),) * children,),
-            group_cells=(None,),
+        # only children have a way to them: `end_probs` takes the probability to reach a root as 1
+        each_root, each_child = np.ones(roots, np.int64), np.ones(roots * children, np.int64)
+        forest: Any = SimpleNamespace(
+            size=roots * (1 + children),
+            depth=2,
+            branching=children,
+            parents=np.append(0 * each_root, np.arange(roots).repeat(children)),
+            ranks=np.append(each_root, np.tile(np.arange(1, 1 + children), roots)),
+            child_count=np.append(children * each_root, 0 * each_child),
+            first_child=np.append(roots + children * np.arange(roots), 0 * each_child),
+            position_ids=np.append(0 * each_root, each_child),
         )
-        return cls(
-            size=size,
-            child_count=_tensor(np.append(np.full(roots, children), no_child), device),
-            parents=_tensor(np.append(no_root[1:], parent), device),
-            offsets=_tensor(np.append(no_root, no_child + 1), device),
-            # node 0 pads the paths: `end_probs` takes the probability to reach it as 1
-            paths=_tensor(np.append(no_root, roots + child)[:, None], device),
-            post_order=_tensor(np.arange(size), device),
-            together=order,
-            by_level=order,
-        )
+        return cls.of(forest, device)
 
 
 def _post_order(tree: TokenTree) -> list[int]:

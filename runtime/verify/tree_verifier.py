@@ -13,6 +13,7 @@ from sequoia_plan.runtime.verify import (
     LOOKUP_VERIFIERS,
     VERIFIERS,
     AcceptedPath,
+    DrawnTree,
     TreeIndex,
     greedy,
     verify,
@@ -29,17 +30,17 @@ def most_probable_tokens(logits: Tensor) -> Tensor:
 class TreeVerifier:
     """Verifies one tree. `d2t` int64 [draft vocabulary].
 
-    `observe`, if there is one, is called with what the verifier gets (see `verify`), before it.
+    `observe`, if there is one, is called with what the verifier gets, before it.
     """
 
-    observe: Callable[..., None] | None = None
+    observe: Callable[[DrawnTree], None] | None = None
 
     def __init__(self, tree: TokenTree, device: torch.device, d2t: Tensor | None = None) -> None:
         self.index, self.d2t = TreeIndex.of(tree, device), d2t
         self.looks_up = tree.looks_up
         self.nodes = torch.arange(tree.size, device=device)
         spine = np.flatnonzero(tree.classes == 0)[1:]  # the nodes on the spine below the root
-        self.spine = torch.as_tensor(spine.tolist(), dtype=torch.long, device=device)
+        self.spine = torch.as_tensor(spine, device=device)
 
     def __call__(
         self,
@@ -65,11 +66,10 @@ class TreeVerifier:
         if self.looks_up:
             looked_up = self.looked_up_children(sequence.lookup_chain, sampling.verifier)
             drafted = self.with_undrafted_rows(*drafted, logits.shape[1])
-        inputs = target_probs, *drafted, self.index
+        tree = DrawnTree(target_probs, *drafted, self.index, self.d2t, looked_up)
         if self.observe:
-            self.observe(*inputs, self.d2t)
-        verifier = VERIFIERS[sampling.verifier]
-        return verify(verifier, *inputs, sequence.uniforms, self.d2t, looked_up)
+            self.observe(tree)
+        return verify(VERIFIERS[sampling.verifier], tree, sequence.uniforms)
 
     def looked_up_children(self, chain: Tensor, verifier: str) -> Tensor:
         """int64 [size]: the token of each node's first child if that is looked up, else -1."""

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafts import PARTS, load, small_target, write
 from sequoia_plan.artifacts import ArgumentError
+from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.profiler.prompts import held_out
 from sequoia_plan.runtime.draft.draft_file import save_as_folder
 from sequoia_plan.runtime.pair import DEFAULT_DRAFT, LANGUAGE_MODEL, add_draft, embedded_draft
@@ -36,7 +37,7 @@ def folder(tmp_path_factory):
 def logits(folder, pair):
     """Logits [positions, vocabulary] over real prompts of the folder's model, of the embedded one,
     and the tokens that this one has."""
-    draft = add_draft(pair, LANGUAGE_MODEL, "cpu", "float32", "resident").draft.module
+    draft = add_draft(pair, LANGUAGE_MODEL, Loading("resident", dtype="float32")).draft.module
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = [torch.tensor([tokens]) for tokens in held_out(pair.tokenizer, 12)]
     whole = torch.cat([model(text).logits[0] for text in texts])

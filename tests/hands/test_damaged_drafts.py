@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from drafts import PARTS, layer_settings, small_target, write
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.models.backends import RESIDENT, loaded_as
+from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.runtime import Pair, SequoiaDecoder
 from sequoia_plan.runtime.draft.draft_file import build_draft, save_draft
 from sequoia_plan.runtime.pair import add_draft
@@ -62,7 +63,7 @@ def error_of(source):
     """The error of a draft, or "" if it decodes what the target says."""
     try:
         pair = Pair(loaded_as(TARGET, RESIDENT), None, None)
-        draft = add_draft(pair, source, "cpu", "float32", RESIDENT).draft
+        draft = add_draft(pair, source, Loading(RESIDENT, dtype="float32")).draft
         generation = SequoiaDecoder(TARGET, draft, TokenTree.chain(2)).generate(PROMPT, 4)
         assert generation.sequences.equal(TEXT)
     except SequoiaPlanError as error:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.files.gguf import transformers_name
 from sequoia_plan.models.files.gguf_file import read_gguf
-from sequoia_plan.models.files.pretrained import load_module
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.runtime import load_pair
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -88,7 +88,7 @@ def test_a_head_that_scores_texts_changes_nothing(whole, model, tmp_path):
     tensors = load_file(whole / "model.safetensors") | {"v_head.weight": torch.ones(1, 64)}
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert load_module(str(tmp_path), "cpu", torch.float32)[0](IDS).logits.equal(model(IDS).logits)
+    assert find_model(str(tmp_path)).module(torch.float32)(IDS).logits.equal(model(IDS).logits)
 
 
 def with_number(after, offset, value=1 << 60, form="<Q"):
@@ -195,7 +195,7 @@ def test_no_weight_of_a_gguf_file_is_rounded(tmp_path, architecture, kind):
     path = write_gguf(tmp_path / "m.gguf", model, kind)
     quantised = gguf.GGMLQuantizationType[kind]
     for dtype in (torch.bfloat16, torch.float32):
-        loaded = load_module(path, "cpu", dtype)[0].state_dict()
+        loaded = find_model(path).module(dtype).state_dict()
         for name, weight in model.state_dict().items():
             if weight.ndim == 2:
                 raw = gguf.quants.quantize(weight.numpy(), quantised)
@@ -303,4 +303,4 @@ def test_a_format_that_no_pass_is_compiled_for(tmp_path):
 def test_an_adapter_in_place_of_a_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(SequoiaPlanError, match="it is an adapter: merge it into its model first"):
-        load_module(str(tmp_path), "cpu", torch.float32)
+        find_model(str(tmp_path)).module(torch.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
-from sequoia_plan.runtime.verify import TreeIndex
+from sequoia_plan.runtime.verify import DrawnTree, TreeIndex
 
 
 def normalised(weights):
@@ -76,13 +76,13 @@ def pooled_p_value(observed, expected):
     return chisquare(*pooled).pvalue
 
 
-def outcomes(acceptance, tree, tokens, target_probs, index, d2t):
+def outcomes(acceptance, tree, tokens, drawn_tree):
     """Every (tokens that a step says, probability), by the nodes' `tokens`: the accepted ones after
     the root, and the bonus token."""
     for node, end_prob in enumerate(acceptance.end_probs.tolist()):
         if end_prob > 1e-15:
             accepted = [tokens[n] for n in np.flatnonzero(tree.attention_mask[node])[1:]]
-            bonus = acceptance.bonus_probs(torch.tensor([node]), target_probs, index, d2t)[0]
+            bonus = acceptance.bonus_probs(torch.tensor([node]), drawn_tree)[0]
             for token, bonus_prob in enumerate(normalised(bonus).tolist()):
                 yield (*accepted, token), end_prob * bonus_prob
 
@@ -162,13 +162,8 @@ class Case:
             for later_draws, all_tokens, p in self.assignments(draws, row + 1, tokens):
                 yield {parent: order} | later_draws, all_tokens, probability * p
 
-    def verifier_inputs(self, drawn, tokens):
-        """What a verifier takes for one of the `assignments`.
-
-        Returns:
-            The target's probabilities float64 [size, vocabulary]; the draft's probabilities float64
-            [inner nodes, draft vocabulary]; the draws int64 [inner nodes, branching].
-        """
+    def drawn_tree(self, drawn, tokens):
+        """What a verifier takes for one of the `assignments`; probabilities are float64."""
         inner = np.flatnonzero(self.tree.child_count).tolist()
         contexts = [self.context(node, tokens) for node in range(self.tree.size)]
         p = torch.tensor(np.array([self.target[context] for context in contexts]))
@@ -176,7 +171,7 @@ class Case:
         children = torch.zeros(len(inner), self.tree.branching, dtype=torch.long)
         for row, node in enumerate(inner):
             children[row, : len(drawn[node])] = torch.tensor(drawn[node])
-        return p, q, children
+        return DrawnTree(p.__getitem__, q, children, self.index, self.d2t_tensor())
 
     def output(self, accept, draws):
         """The output distribution with the verifier `accept`, and the expected tokens a step.
@@ -187,12 +182,10 @@ class Case:
             accept: a verifier's `acceptance`.
             draws: one of the enumerations above.
         """
-        chances, d2t = Counter(), self.d2t_tensor()
+        chances = Counter()
         for drawn, tokens, chance in self.assignments(draws):
-            p, q, children = self.verifier_inputs(drawn, tokens)
-            acceptance = accept(p.__getitem__, q, children, self.index, d2t)
-            step = self.tree, tokens, p.__getitem__, self.index, d2t
-            for said, probability in outcomes(acceptance, *step):
+            tree = self.drawn_tree(drawn, tokens)
+            for said, probability in outcomes(accept(tree), self.tree, tokens, tree):
                 chances[said] += chance * probability
         expected_tokens = sum(chance * len(said) for said, chance in chances.items())
         return continued(chances, self.token_probs()), expected_tokens

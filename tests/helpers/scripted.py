@@ -12,8 +12,7 @@ from toys import first_tokens
 
 from sequoia_plan.artifacts.state import State
 from sequoia_plan.runtime import Sampling
-from sequoia_plan.runtime.verify import VERIFIERS
-from sequoia_plan.runtime.verify.residual import without_looked_up
+from sequoia_plan.runtime.verify import VERIFIERS, DrawnTree
 
 
 class Script:
@@ -153,18 +152,17 @@ def chances_of_a_step(decoder, prompt, sampling, state, twin=None):
             for token, probability in enumerate(p[0].tolist()):
                 chances[(token,), tokens[1:]] += script.chance * probability
             continue
-        draft_probs, drawn, options, bonus_probs = drafted.draft_probs, drafted.drawn, {}, p
+        draft_probs, drawn, looked_up = drafted.draft_probs, drafted.drawn, None
         if tree.looks_up:
             draft_probs, drawn = step.verifier.with_undrafted_rows(draft_probs, drawn, vocabulary)
-            options["looked_up"] = step.verifier.looked_up_children(
+            looked_up = step.verifier.looked_up_children(
                 step.sequence.lookup_chain, sampling.verifier
             )
-            bonus_probs = without_looked_up(p.__getitem__, **options)(step.tensors.nodes)
-        acceptance = VERIFIERS[sampling.verifier](
-            p.__getitem__, draft_probs.double(), drawn, step.verifier.index, covered, **options
+        drawn_tree = DrawnTree(
+            p.__getitem__, draft_probs.double(), drawn, step.verifier.index, covered, looked_up
         )
-        verified = tree, tokens, bonus_probs.__getitem__, step.verifier.index, covered
-        for said, probability in outcomes(acceptance, *verified):
+        acceptance = VERIFIERS[sampling.verifier](drawn_tree)
+        for said, probability in outcomes(acceptance, tree, tokens, drawn_tree):
             chances[said, tokens[1:]] += script.chance * probability
     assert abs(sum(chances.values()) - 1) < 1e-5
     return choice, chances

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from architectures import TREE, tiny, words
 
-from sequoia_plan.models.backends import OffloadedModel, load_model
+from sequoia_plan.models.backends import COMPILED, OffloadedModel, load_model
+from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.offload.memory import SLOTS, cache_bytes, own_bytes
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 
@@ -31,8 +32,9 @@ def models_in(folder):
 @cache
 def memory_for(target_folder, draft_folder, resident):
     """Bytes with which so many layers of a target stay in memory, beside its draft."""
-    offloaded = OffloadedModel(target_folder, "cpu", "float32", "compiled", "disk", None)
-    target, draft = offloaded.model, load_model(draft_folder, dtype="float32")
+    how = Loading(COMPILED, dtype="float32")
+    offloaded = OffloadedModel(target_folder, how, "disk", None)
+    target, draft = offloaded.model, load_model(draft_folder, how)
     caches = cache_bytes(target) + cache_bytes(draft)
     fixed_bytes = offloaded.parts.outside_bytes + own_bytes(draft, target) + caches
     return fixed_bytes + (SLOTS + resident) * max(offloaded.parts.layer_sizes())

@@ -16,7 +16,7 @@ from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import BitLinear, pack_weights, replace_with_bitnet_linear
 
 from sequoia_plan.artifacts import ArgumentError, Profile, SequoiaPlanError, load_tree
-from sequoia_plan.models.files.pretrained import find_model, load_module
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.models.layers.fused_layer import FusedLayer
 from sequoia_plan.models.modules import offloaded_target
 from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
@@ -52,7 +52,7 @@ def test_a_pass_reads_the_experts_that_it_chooses(tmp_path, monkeypatch):
     The control reads one expert too few.
     """
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
-    tiny("Qwen3-MoE", num_hidden_layers=6, num_experts=16, **wide).save_pretrained(tmp_path)
+    tiny("Qwen3-MoE", num_hidden_layers=6, num_local_experts=16, **wide).save_pretrained(tmp_path)
     offloaded = offloaded_from(tmp_path)
     read_chosen, counts, left_out = disk_stream.DiskStream.read_chosen, Counter(), []
 
@@ -105,7 +105,7 @@ def place(offloaded, resident):
 
 def assert_same_tokens(offloaded, folder):
     """The text is that of the folder's model in memory."""
-    in_memory = load_module(str(folder), "cpu", torch.float32)[0]
+    in_memory = find_model(str(folder)).module(torch.float32)
     sequences = [
         SequoiaDecoder(target, in_memory, TREE).generate(PROMPT, 24).sequences
         for target in (offloaded.model, in_memory)

@@ -26,7 +26,7 @@ from sequoia_plan.artifacts import (
 )
 from sequoia_plan.models.backends import loaded
 from sequoia_plan.models.files.gguf import embedded_gguf
-from sequoia_plan.models.files.pretrained import load_module
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan.models.offload.memory import own_bytes
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
 from sequoia_plan.runtime.pair import CODER_DRAFT, DEFAULT_DRAFT, DRAFT_OF_FILE
@@ -95,7 +95,7 @@ def test_a_draft_with_a_padded_or_shorter_vocabulary_loads_from_a_folder(
     loaded = load_pair(str(folder / "target"), str(tmp_path / "other"), dtype="float32")
     decoder = SequoiaDecoder(loaded.target, loaded.draft, TokenTree.star(3))
     assert decoder.step.drafter.vocabulary == min(49152, 49152 + extra)
-    target = load_module(str(folder / "target"), "cpu", torch.float32)[0]
+    target = find_model(str(folder / "target")).module(torch.float32)
     expected = plain_text(target, torch.tensor([[1, 5, 300]]), 8)
     assert decoder.generate([1, 5, 300], 8).sequences.equal(expected)
 

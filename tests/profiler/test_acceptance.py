@@ -20,7 +20,7 @@ from sequoia_plan.profiler.measure import measure_acceptance
 from sequoia_plan.profiler.observed import LEVELS, TREE, ObservedAcceptance, named_kinds
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex
+from sequoia_plan.runtime.verify import VERIFIERS, DrawnTree, TreeIndex
 
 pytestmark = pytest.mark.slow
 PLAIN_RULE = Sampling(1.0, verifier="sequoia")
@@ -54,12 +54,11 @@ def test_stars_side_by_side_are_verified_as_one_by_one(verifier, d2t):
     rule = VERIFIERS[verifier]
     drawn = DRAWING_OF_VERIFIER[verifier](q, 4, torch.Generator().manual_seed(1))
     stars, star = TreeIndex.stars(20, 4), TreeIndex.of(TokenTree.star(4))
-    together = rule(lambda nodes: p[nodes], q, drawn, stars, d2t).end_probs
+    together = rule(DrawnTree(p.__getitem__, q, drawn, stars, d2t)).end_probs
     for at in range(20):
         one = slice(at, at + 1)
-        alone = rule(
-            lambda nodes, at=at: p[at].expand(len(nodes), -1), q[one], drawn[one], star, d2t
-        ).end_probs
+        target_probs = p[at].expand(star.size, -1).__getitem__
+        alone = rule(DrawnTree(target_probs, q[one], drawn[one], star, d2t)).end_probs
         torch.testing.assert_close(together[20 + 4 * at : 24 + 4 * at], alone[1:])
         torch.testing.assert_close(together[at], alone[0])
 

@@ -123,7 +123,7 @@ def test_the_draft_pass_that_is_timed_reads_size_tokens_and_draws_a_child_of_eac
 
 def experts_of_timed_passes(monkeypatch):
     """How many experts of a layer the timed passes of each size ran, for a random mixture."""
-    target = tiny("Qwen3-MoE", num_experts=64, num_experts_per_tok=4)
+    target = tiny("Qwen3-MoE", num_local_experts=64, num_experts_per_tok=4)
     pair = SimpleNamespace(target=target, draft=resembling(target, 0.05))
     meter = LatencyMeter(pair, WARM, 20, max_size=32, texts=[list(range(3, 30, 2))])
     counts, sizes = {}, []

@@ -25,14 +25,13 @@ def test_the_way_through_each_node_is_known_before_what_is_below_it_is_drawn(tre
     The control: the product of the acceptance along the path is not.
     """
     setting = Case(TREES[tree], seed=1, **CASES[case])
-    size, index, d2t = setting.tree.size, setting.index, setting.d2t_tensor()
+    size, index = setting.tree.size, setting.index
     probs, control, expected = np.zeros((3, size))
     for drawn, tokens, chance in setting.assignments(without_replacement):
-        p, q, children = setting.verifier_inputs(drawn, tokens)
-        inputs = (p.__getitem__, q, children, index, d2t)
-        end_probs = VERIFIERS["traversal"](*inputs).end_probs.numpy()
+        drawn_tree = setting.drawn_tree(drawn, tokens)
+        end_probs = VERIFIERS["traversal"](drawn_tree).end_probs.numpy()
         expected += chance * end_probs @ setting.tree.attention_mask
-        residual = traversal.residual_after_children(*inputs)
+        residual = traversal.residual_after_children(drawn_tree)
         subtree_probs = traversal.subtree_probs(residual, index)
         probs += chance * path_probs(subtree_probs, index).numpy()
         control += chance * subtree_probs[index.paths].prod(-1).numpy()

@@ -10,7 +10,7 @@ from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER, draw_tokens
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, greedy, sample_path, verify
+from sequoia_plan.runtime.verify import VERIFIERS, DrawnTree, TreeIndex, greedy, sample_path, verify
 
 pytestmark = pytest.mark.slow
 
@@ -24,19 +24,19 @@ def random_case(tree, vocabulary, generator):
         for rows in (tree.size, inner)
     )
     drawn = torch.rand(inner, vocabulary, generator=generator).argsort(-1)[:, : tree.branching]
-    return (p / p.sum(-1, keepdim=True)).__getitem__, q / q.sum(-1, keepdim=True), drawn, index
+    target_probs = (p / p.sum(-1, keepdim=True)).__getitem__
+    return DrawnTree(target_probs, q / q.sum(-1, keepdim=True), drawn, index)
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_uniforms_sample_paths_as_often_as_the_acceptance_says(name):
     tree = TREES["lopsided"]
     case = random_case(tree, 5, torch.Generator().manual_seed(3))
-    target_probs, _, _, index = case
-    acceptance, n = VERIFIERS[name](*case, None), 4000
+    acceptance, n = VERIFIERS[name](case), 4000
     ends = Counter()
     for i in range(n):
         uniforms = torch.tensor([(i + 0.5) / n, 0.5], dtype=torch.float64)
-        result = sample_path(acceptance, target_probs, index, uniforms)
+        result = sample_path(acceptance, case, uniforms)
         path, count = result.path.tolist(), int(result.count)
         pairs = itertools.pairwise(path[:count])
         assert all(tree.parents[child] == parent for parent, child in pairs)
@@ -55,7 +55,8 @@ def test_greedy_is_every_verifier_with_one_hot_probabilities():
         inner = np.flatnonzero(tree.child_count)
         for name in ("sequoia", "traversal", "topk"):
             for _ in range(50):
-                _, _, drawn, index = random_case(tree, 5, generator)
+                case = random_case(tree, 5, generator)
+                drawn, index = case.drawn, case.index
                 tokens = torch.zeros(tree.size, dtype=torch.long)
                 for node in range(1, tree.size):
                     row = int(np.flatnonzero(inner == tree.parents[node])[0])
@@ -63,11 +64,13 @@ def test_greedy_is_every_verifier_with_one_hot_probabilities():
                 choices = torch.randint(5, (tree.size,), generator=generator)
                 greedy_path = greedy(choices, tokens, index)
                 uniforms = torch.rand(2, dtype=torch.float64, generator=generator)
-                target_probs = one_hot(choices, 5).double().__getitem__
-                draft_probs = one_hot(drawn[:, 0], 5).double()
-                verified = verify(
-                    VERIFIERS[name], target_probs, draft_probs, drawn, index, uniforms
+                certain = DrawnTree(
+                    one_hot(choices, 5).double().__getitem__,
+                    one_hot(drawn[:, 0], 5).double(),
+                    drawn,
+                    index,
                 )
+                verified = verify(VERIFIERS[name], certain, uniforms)
                 assert greedy_path.path.tolist() == verified.path.tolist()
                 assert (greedy_path.count, greedy_path.bonus) == (verified.count, verified.bonus)
 
@@ -79,14 +82,14 @@ def test_float32_is_the_same_to_rounding_and_never_nan(name):
     tree = TokenTree.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 7])
     accept = VERIFIERS[name]
     for power in (1, 30, 300):
-        target_probs, draft_probs, _, index = random_case(tree, 50, generator)
-        p = torch.softmax(target_probs(torch.arange(tree.size)).log() * power, -1)
-        q = torch.softmax(draft_probs.log() * power, -1)
+        case = random_case(tree, 50, generator)
+        p = torch.softmax(case.target_probs(torch.arange(tree.size)).log() * power, -1)
+        q = torch.softmax(case.draft_probs.log() * power, -1)
         drawn = DRAWING_OF_VERIFIER[name](q.float(), tree.branching, generator)
         for probs in (p, q[torch.zeros(tree.size, dtype=torch.long)]):
-            exact = accept(probs.__getitem__, q, drawn, index, None).end_probs
-            rounded = accept(probs.float().__getitem__, q.float(), drawn, index, None)
-            places = torch.arange(index.together.nodes.numel())
+            exact = accept(DrawnTree(probs.__getitem__, q, drawn, case.index)).end_probs
+            rounded = accept(DrawnTree(probs.float().__getitem__, q.float(), drawn, case.index))
+            places = torch.arange(case.index.together.nodes.numel())
             assert rounded.residual_probs(places).isfinite().all()
             assert float(rounded.end_probs.sum()) == pytest.approx(1, abs=1e-5)
             if power == 1:  # where rho is ill-conditioned spectr finds another, as exact

@@ -7,9 +7,9 @@ import torch
 from toys import planned, toy_models
 
 from sequoia_plan.artifacts import Acceptance, Latency, TokenTree
-from sequoia_plan.artifacts.state import FIRST_BALANCE, MAX_LOSS
+from sequoia_plan.artifacts.state import FIRST_BALANCE, LONG_MEMORY, MAX_LOSS
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
-from sequoia_plan.runtime.clock import PLAIN_SHAPE
+from sequoia_plan.runtime.clock import PLAIN_SHAPE, SHARE
 
 PLANNED = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7}
 PROMPT = torch.tensor([1, 2, 3])
@@ -81,7 +81,8 @@ def test_a_clock_that_jumps_changes_no_choice(monkeypatch):
         machine = Machine()
         machine.text(300)
         machine.seconds = PLANNED | {4: PLANNED[4] + jump}
-        machine.text(2)
+        while machine.text(1)[0] != [4]:
+            pass
         machine.seconds = PLANNED
         sizes = machine.text(60)[0]
         shares.append(sizes.count(4) / len(sizes))
@@ -97,6 +98,32 @@ def test_what_texts_lost_is_remembered_and_not_with_a_seed():
     assert machine.text(30, seed=1)[0][0] > 1
     assert set(machine.text(20)[0]) == {1}
     assert machine.decoder.state.balance == pytest.approx(-0.5 + 20 * MAX_LOSS)
+
+
+def test_what_all_texts_accepted_counts_in_the_next(monkeypatch):
+    """The control forgets it after each step."""
+    counts = []
+    for memory in (LONG_MEMORY, 1):
+        monkeypatch.setattr("sequoia_plan.artifacts.state.LONG_MEMORY", memory)
+        machine = Machine(noise=9.0)
+        machine.seconds = costs(1.6)
+        texts = [machine.text(60)[0] for _ in range(12)]
+        counts.append(sum(size > 1 for sizes in texts[4:] for size in sizes))
+    assert counts[0] <= 1 < 8 <= counts[1]
+
+
+def test_plain_steps_are_timed_again_while_trees_are_taken(monkeypatch):
+    """They have become faster than any tree; the control never looks."""
+    shares = []
+    for share in (SHARE, 0.0):
+        monkeypatch.setattr("sequoia_plan.runtime.clock.SHARE", share)
+        machine = Machine()
+        machine.seconds = costs(2.3)
+        machine.text(300)
+        machine.seconds[1] = 0.5
+        machine.text(1800)
+        shares.append(machine.sizes[-100:].count(1))
+    assert shares == [100, 0]
 
 
 def test_a_seed_means_one_text_whatever_steps_take():

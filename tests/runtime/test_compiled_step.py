@@ -55,7 +55,7 @@ def pair(kind, vocabulary=12):
     if kind == "EAGLE-3":
         parts = eagle3_parts(target, d2t=range(0, vocabulary, 2), head_dim=32)
         draft = built(target, *parts)
-        draft.backend = PackedEagle(draft)
+        draft.compiled = PackedEagle(draft)
         return target, draft
     draft = small(5, vocabulary // 2 if kind == "part of the vocabulary" else vocabulary)
     if kind == "part of the vocabulary":

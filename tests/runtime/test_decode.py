@@ -30,9 +30,7 @@ def test_joint_law_of_three_tokens(covered, monkeypatch):
         Sampling(1.0, verifier="sequoia"),
     )
     assert joint_law_p_value(decoder, PROMPT, 3, RUNS, sampling) > 1e-3
-    monkeypatch.setattr(
-        Acceptance, "bonus_probs", lambda _, end, target_probs, *__: target_probs(end)
-    )
+    monkeypatch.setattr(Acceptance, "bonus_probs", lambda _, end, tree: tree.target_probs(end))
     assert joint_law_p_value(decoder, PROMPT, 3, RUNS, sampling) < 1e-9
 
 

@@ -20,7 +20,14 @@ from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.sampling import drawing, drawing_kernels
 from sequoia_plan.runtime.sampling import sampling as sampling_module
 from sequoia_plan.runtime.sampling.drawing import race_on_device
-from sequoia_plan.runtime.verify import VERIFIERS, TreeIndex, residual, residual_kernels, traversal
+from sequoia_plan.runtime.verify import (
+    VERIFIERS,
+    DrawnTree,
+    TreeIndex,
+    residual,
+    residual_kernels,
+    traversal,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,7 +138,7 @@ def rejected(tree, device):
     draft_probs[0] = 0.0  # the draft had nothing left
     drawn = normal(inner, 9, seed=2).argsort(-1)[:, : tree.branching].to(device)
     after = traversal.residual_after_children(
-        probs.__getitem__, draft_probs, drawn, TreeIndex.of(tree, device)
+        DrawnTree(probs.__getitem__, draft_probs, drawn, TreeIndex.of(tree, device))
     )
     return after.state.cpu(), after.accept_probs.cpu()
 

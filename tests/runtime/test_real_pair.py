@@ -9,6 +9,7 @@ from refusals import refusal
 from toys import PLAIN
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.layers.fuse import num_fused_layers
 from sequoia_plan.models.offload.memory import cache_bytes, own_bytes
 from sequoia_plan.profiler.prompts import held_out
@@ -62,7 +63,7 @@ def tokens_per_step(pair, tree, model, cases):
 def test_greedy_equals_transformers(name, tree, num_prompts, least, pair, plain_target, greedy):
     """And the shipped drafts are no stubs."""
     if name == "language model":
-        pair = add_draft(pair, LANGUAGE_MODEL, "cpu", "float32", "resident")
+        pair = add_draft(pair, LANGUAGE_MODEL, Loading("resident", dtype="float32"))
     elif name == "int8":
         pair = load_pair(draft=INT8, dtype="float32")
     assert tokens_per_step(pair, tree, plain_target, greedy[:num_prompts]) > least
@@ -147,4 +148,4 @@ def test_a_target_that_pytorch_runs_has_no_copy_in_8_bits(options, folder):
         load_pair(target, INT8, dtype="float32", **options)
     pair = load_pair(target, "none", dtype="float32")
     with pytest.raises(ArgumentError, match=r"draft int8: .* is run by PyTorch"):
-        add_draft(pair, INT8, "cpu", "float32", "resident")
+        add_draft(pair, INT8, Loading("resident", dtype="float32"))

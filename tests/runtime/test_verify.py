@@ -14,7 +14,7 @@ from toys import SMALL_TREES as TREES
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER
-from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, TreeIndex, spectr
+from sequoia_plan.runtime.verify import VERIFIERS, Acceptance, DrawnTree, TreeIndex, spectr
 from sequoia_plan.runtime.verify.accepted_path import exclusive_cumprod
 
 DRAWS = {
@@ -61,30 +61,30 @@ def test_traversal_is_never_worse_than_sequoia(tree, case):
 def without_residual(rule):
     """Negative control: rejections do not change the target's probabilities."""
 
-    def broken(target_probs, draft_probs, drawn, index, d2t=None):
-        acceptance = rule(target_probs, draft_probs, drawn, index, d2t)
-        probs = target_probs(acceptance.order.nodes)
-        residual_probs = (probs if d2t is None else probs[:, d2t]).__getitem__
-        return replace(acceptance, residual_probs=residual_probs)
+    def broken(tree):
+        acceptance = rule(tree)
+        probs = tree.covered(tree.target_probs(acceptance.order.nodes))
+        return replace(acceptance, residual_probs=probs.__getitem__)
 
     return broken
 
 
-def traversal_by_definition(update, target_probs, draft_probs, drawn, index, d2t):
+def traversal_by_definition(update, tree):
     """Traversal verification node by node, as its paper writes it.
 
     Args:
         update: gives a after a rejection from S, a before it, and the draft mass not drawn yet.
     """
+    index, drawn, d2t = tree.index, tree.drawn, tree.d2t
     order, child_of = index.by_level, dict[tuple[int, int], int]()
     for child, parent in enumerate(index.parents.tolist(), 1):
         child_of[parent, sum(p == parent for p, _ in child_of)] = child
-    accept_probs, residual = draft_probs.new_ones(index.size), {}
+    accept_probs, residual = tree.draft_probs.new_ones(index.size), {}
     for place, node in enumerate(order.nodes.tolist()):  # parents come first
         row = order.draft_rows[place]
-        probs = target_probs(torch.tensor([node]))[0]
+        probs = tree.target_probs(torch.tensor([node]))[0]
         a, r = accept_probs[node], probs if d2t is None else probs[d2t]
-        uncovered_mass, q = probs.sum() - r.sum(), draft_probs[row].clone()
+        uncovered_mass, q = probs.sum() - r.sum(), tree.draft_probs[row].clone()
         # mass: of the target's probabilities that remain, in their own units
         undrawn_mass, mass = torch.ones(()), 1.0
         for rank in range(int(index.child_count[node])):
@@ -97,7 +97,7 @@ def traversal_by_definition(update, target_probs, draft_probs, drawn, index, d2t
             s = r.sum() + a * uncovered_mass
             r = r / s.clamp(min=1e-300)
             uncovered_mass = a * uncovered_mass / s.clamp(min=1e-300)
-            undrawn_mass = undrawn_mass - draft_probs[row, token]
+            undrawn_mass = undrawn_mass - tree.draft_probs[row, token]
             mass = mass * s / a.clamp(min=1e-300)
             a = update(s, a, undrawn_mass)
             q[token] = 0
@@ -131,10 +131,10 @@ def test_traversal_is_its_definition(tree, case):
     assert tokens == pytest.approx(expected_tokens, abs=1e-12)
 
 
-def traversal_from_the_last_child(target_probs, draft_probs, drawn, index, d2t=None):
+def traversal_from_the_last_child(tree):
     """Negative control: siblings are visited against the draw order."""
-    reversed_index = replace(index, post_order=torch.arange(index.size).flip(0))
-    return VERIFIERS["traversal"](target_probs, draft_probs, drawn, reversed_index, d2t)
+    reversed_index = replace(tree.index, post_order=torch.arange(tree.index.size).flip(0))
+    return VERIFIERS["traversal"](replace(tree, index=reversed_index))
 
 
 BROKEN = {
@@ -168,7 +168,8 @@ def accepted_probability(name, p, q, children):
     probability = 0
     for order, chance in DRAWS[name](np.array(q), children):
         draft_probs = torch.tensor([q], dtype=torch.float64)
-        acceptance = VERIFIERS[name](p.__getitem__, draft_probs, torch.tensor([order]), index, None)
+        tree = DrawnTree(p.__getitem__, draft_probs, torch.tensor([order]), index)
+        acceptance = VERIFIERS[name](tree)
         probability += chance * (1 - float(acceptance.end_probs[0]))
     return probability
 

@@ -27,7 +27,7 @@ LLAMA_VIM = """{
     "input_extra": [{"filename": "a.py", "text": "x = 1\\n"}], "prompt": "    ret", "n_predict": 8,
     "stop": [], "n_indent": 4, "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"],
     "stream": false, "cache_prompt": true, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000,
-    "response_fields": ["content", "prompt", "timings/prompt_n", "timings/draft_n", "no/such"]
+    "response_fields": ["content", "prompt", "timings/prompt_n", "no/such"]
 }"""
 
 
@@ -146,6 +146,22 @@ def test_what_an_editor_sends_to_infill(post, monkeypatch):
     assert second["timings/prompt_n"] == 1 < first["timings/prompt_n"] and not second["content"]
 
 
+def test_a_text_ends_where_lines_are_indented_less_or_take_long(post):
+    settings = {"prompt": "def add(a, b):\n   ", "n_predict": 48, "temperature": 0}
+    whole = post("/completion", **settings)["content"]
+    lines = whole.splitlines(keepends=True)
+    count = next(i for i, line in enumerate(lines) if i and line.strip() and line[0] != " ")
+    deep = post("/completion", **settings, n_indent=1)
+    assert deep["content"] == "".join(lines[:count]) and deep["tokens_predicted"] < 48
+    late = post("/completion", **settings, t_max_predict_ms=1e-3)
+    assert (
+        lines[0] in late["content"]
+        and whole.startswith(late["content"])
+        and late["content"] != whole
+    )
+    assert post("/completion", **settings, t_max_predict_ms=1e6)["content"] == whole
+
+
 def test_prompts_are_texts_or_ids(client, post):
     ids = post("/tokenize", content="The sky is")["tokens"]
     assert post("/detokenize", tokens=ids) == {"content": "The sky is"}
@@ -182,7 +198,7 @@ def test_the_example_runs(url, monkeypatch, capsys):
 def test_diagnose_reads_the_counters(ask, post):
     pages = []
     for _ in range(2):
-        post("/completion", prompt="One two three", n_predict=20)
+        post("/completion", prompt="One two three", n_predict=20, seed=1)  # planned times
         pages.append(parse(ask("/metrics").decode()))
     acceptance = plan_of_counters(*pages, 1.0, "here").contexts[0].acceptance
     assert acceptance.drafts > 0 and 0 < acceptance.accepted[0] <= acceptance.drafts

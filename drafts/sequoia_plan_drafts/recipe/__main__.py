@@ -16,9 +16,10 @@ import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
-from sequoia_plan.models.backends import load_model
-from sequoia_plan.models.base.dtype import dtype_name, resolve_dtype
-from sequoia_plan.models.files.pretrained import load_module
+from sequoia_plan.models.backends import COMPILED, load_model
+from sequoia_plan.models.base.dtype import dtype_name
+from sequoia_plan.models.base.loading import Loading
+from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan_drafts.recipe.eagle3 import ChainRecipe, Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import train_language_model
 from sequoia_plan_drafts.recipe.mtp import train_mtp
@@ -75,16 +76,18 @@ def main() -> None:
     else:
         refuse_to_replace(options.output, *options.text, options.target)
         text = TrainingText(options.text)
-    model_dtype, options.dtype = options.dtype, dtype_name(resolve_dtype(options.dtype, "cpu"))
+    how = Loading(COMPILED, dtype=options.dtype)
+    options.dtype = dtype_name(how.torch_dtype)
     recipe, run = RECIPES[options.command]
     settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
-        run(load_model(options.target, dtype=model_dtype), settings, options.output)
+        run(load_model(options.target, how), settings, options.output)
         return
     # what is trained starts as the target's layers, in float32
-    target, _, name = load_module(options.target, "cpu", torch.float32)
+    files = find_model(options.target)
+    target = files.module(torch.float32)
     del target.model.layers[2:]  # nothing starts as these, which take the most memory
-    run(target, text, settings, options.output, name)
+    run(target, text, settings, options.output, files.name)
 
 
 def make_parser() -> argparse.ArgumentParser:

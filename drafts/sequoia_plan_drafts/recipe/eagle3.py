@@ -98,7 +98,7 @@ def untrained_draft(target: Any, vocabulary: DraftVocabulary, inner: int = 4096)
     config.num_key_value_heads = config.num_attention_heads
     draft: Any = Eagle3(
         config=config,
-        target=backends.loaded_as(target, backends.RESIDENT),
+        target=backends.loaded_as(target),
         aux_hidden_state_layers=eagle3_default_layers(target.config.num_hidden_layers),
         d2t=d2t,
         has_embeddings=False,
@@ -173,7 +173,7 @@ def load_for_training(target: Any, folder: str, scale: Tensor) -> Eagle3:
     """
     checkpoint = find_checkpoint(folder)
     draft: Any = checkpoint and load_checkpoint(
-        checkpoint, backends.loaded_as(target, backends.RESIDENT), torch.float32
+        checkpoint, backends.loaded_as(target), torch.float32
     )
     layers = eagle3_default_layers(target.config.num_hidden_layers)
     norms = (Eagle3Norms(), Eagle3Norms(before_residual=True))  # what `write_eagle3` can write

@@ -65,4 +65,4 @@ def untrained_head(target: Any) -> Any:
         "pre_fc_norm_hidden.weight": torch.ones(width),
         "fc.weight": torch.cat([identity, HIDDEN_STATE_SCALE * identity], 1),
     }
-    return build_mtp(backends.loaded_as(target, backends.RESIDENT), [tensors]).requires_grad_(True)
+    return build_mtp(backends.loaded_as(target), [tensors]).requires_grad_(True)
