@@ -59,10 +59,7 @@ READS_TREES = {
         dict(GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     ),
     "Qwen3": ("Qwen3ForCausalLM", GROUPED),
-    "Qwen3-MoE": (
-        "Qwen3MoeForCausalLM",
-        dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
-    ),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", EXPERTS),
     "SmolLM3": ("SmolLM3ForCausalLM", dict(GROUPED, no_rope_layer_interval=2)),
     "Phi-3": ("Phi3ForCausalLM", dict(GROUPED, sliding_window=None)),
     "GPT-NeoX": ("GPTNeoXForCausalLM", dict(SIZES, use_parallel_residual=False)),
