@@ -26,7 +26,7 @@ Ends = tuple[float, float]
 def promise(values: Values, kinds: Sequence[str]) -> tuple[float, Ends | None]:
     """The predicted median over prompts, and a 95 % interval for the median that is measured.
 
-    `kinds`: the kind of each measured prompt, so a kind occurs as often as it has prompts. The
+    `values`: of the profiled prompts, by kind; `kinds`: the kind of each measured prompt. The
     interval covers the choice of the profiled and of the measured prompts (a bootstrap), not errors
     of step times. It is None if fewer than `MIN_PROMPTS` have others of their kind to differ from.
     """

@@ -143,7 +143,7 @@ class TokenTree:
 
     @cached_property
     def classes(self) -> IntArray:
-        """int32 [size]: 0 for nodes on the spine, 1 for nodes off it.
+        """int32 [size]: each node's class, by which acceptance is counted: off the spine 1, else 0.
 
         The spine is the root, its first child, the first child of that node, and so on.
         """

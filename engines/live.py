@@ -20,13 +20,14 @@ WATCH_SECONDS = 10
 def diagnose_server(
     server: Server, workload: Workload, report_status: Callable[[str], None]
 ) -> EnginePlan:
-    """Asks a llama-server for texts, or reads the counters of a vLLM or SGLang twice."""
+    """Asks a llama-server for texts; reads the counters of any other, vLLM or SGLang, twice."""
     report_status(f"asking {server.address}")
     try:
         version = server.version()
     except SequoiaPlanError as refusal:
         cause = refusal.__cause__
-        if not isinstance(cause, ValueError) and getattr(cause, "code", 0) != 404:
+        is_another_engine = isinstance(cause, ValueError) or getattr(cause, "code", 0) == 404
+        if not is_another_engine:
             raise  # nothing answers, or a llama-server that refuses
         try:
             before, start_time = server.counters(), time.perf_counter()

@@ -272,10 +272,10 @@ def greedy(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
 
 
 def steps_of_timings(timings: Iterable[Timings], bonus: int = 1) -> list[ChainStep]:
-    """Steps from the server's timings at the end of each.
+    """Steps from what the server had counted and timed at the end of each.
 
-    A step whose tokens make no whole character has no event of its own, and is reported together
-    with the next one.
+    `bonus`: tokens of a step beside the accepted ones. One whose tokens make no whole character is
+    reported with the next, which then is not single.
     """
     steps = []
     for before, after in pairwise(map(astuple, timings)):

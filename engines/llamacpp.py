@@ -116,10 +116,7 @@ class LlamaCppPool(EnginePool):
         return [server.generate(self.prompt(index, context), tokens) for index in prompts]
 
     def run(self, kind: RunKind, prompts: Sequence[int]) -> EngineRun:
-        """Decodes prompts. A step takes the median of those that drafted as much.
-
-        Other work on the machine makes a few steps in a row take a third longer.
-        """
+        """Decodes prompts by number; a step counts as the median of those that drafted as much."""
         steps = [*chain(*self.decode(kind.drafting, prompts, kind.context))]
         usual = timed_steps(steps)
         seconds = sum(
@@ -132,10 +129,11 @@ class LlamaCppPool(EnginePool):
         return [*map(self._measure_at, self.contexts)]
 
     def _measure_at(self, context: int) -> tuple[ReplayModel, StepTimes]:
+        """What predicts each drafting after so many tokens; other types are decoded themselves."""
         texts, recorded = self.record(context)
         times = self._step_times(recorded, context)
         draftings = candidates(self.max_length * bool(self.draft_type))
-        steps = [steps for steps, *_ in recorded.get(self.recording, ())]
+        steps = [of_text for of_text, *_ in recorded.get(self.recording, ())]
         counted = acceptance_of(
             steps or [text.replay(COPIED) for text in texts], self.source(context)
         )
@@ -149,12 +147,12 @@ class LlamaCppPool(EnginePool):
                 for lookup in draftings
                 if lookup.lookup_size
             ]
-        as_they_are = {
+        decoded = {
             drafting: self.decode(drafting, self.workload.measuring, context)
             for name in self.other_types
             for drafting in {structs.replace(other, types=name) for other in (NONE, best)}
         }
-        return replace(model, draftings=[*draftings, *as_they_are], recorded=as_they_are), times
+        return replace(model, draftings=[*draftings, *decoded], recorded=decoded), times
 
     def record(self, context: int) -> tuple[list[DraftedText], dict[Drafting, list[Recorded]]]:
         """The texts of the prompts to measure on, and what is recorded of each, by the server."""

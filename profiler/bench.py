@@ -91,9 +91,9 @@ def compare(
     journal: Path | None = None,
     kinds: Sequence[str | None] = (),
 ) -> BenchResult:
-    """Run the methods of decoding on the prompts, with the plan's prediction for each of ours.
+    """Run the methods named in `only` (all if empty), with the plan's prediction for each of ours.
 
-    The draft of the pair for transformers, which is loaded if it is needed, may be another one.
+    `trees`: tree and verifier of each of ours. Transformers may have a pair with another draft.
     """
     context = sum(map(len, prompts)) // max(len(prompts), 1)
     chosen, models, plan = set(only or TITLES), pair.metadata, tree.for_context(context).plan

@@ -36,7 +36,7 @@ class SizeTimer:
         self.drafter = step.drafter
         num_children = min(3, step.models.max_children)
         self.step = step.with_tree(bushy(size, step.drafter.drafting.max_depth, num_children))
-        # its second draft pass reads `size` nodes, and draws a child of each
+        # on a CPU a pass below the root is timed in a tree whose `size` nodes have one child each
         pairs = TokenTree.from_parents([-1, *[0] * size, *range(1, size + 1)])
         self.pairs: CapturedStep | None = None
         fits = size <= step.models.max_children and pairs.size <= MAX_TREE_NODES

@@ -9,7 +9,7 @@ from sequoia_plan.runtime.verify import VERIFIERS, DrawnTree, TreeIndex, travers
 
 
 def adding_to(reached: Tensor) -> Callable[[DrawnTree], None]:
-    """Adds up how often accepted paths get to each level, as `TreeVerifier.observe`.
+    """What `TreeVerifier.observe` calls: adds the probabilities that paths get to each level.
 
     `reached` float64 [2, depth]: of `sequoia`, and of `traversal`, on the same draws.
     """

@@ -106,14 +106,14 @@ class Graphs:
         get_state: Callable[[], Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Capture a function and keep its graph; if that fails, note its key and warn once."""
+        """Capture a function and keep its graph, in place of the oldest; else note it and warn."""
         try:
             replay, result = self.capture(_part_of(key), function, get_state(), inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            may_pass = "captur" in str(error)  # as in each of CUDA's errors 900 to 907
-            self.failed[key] = self.failed[key] + 1 if may_pass else MAX_CAPTURES
+            may_retry = "captur" in str(error)  # as in each of CUDA's errors 900 to 907
+            self.failed[key] = self.failed[key] + 1 if may_retry else MAX_CAPTURES
             message = (
                 f"{_part_of(key)}: cannot be captured as a CUDA graph and runs slower, kernel by "
                 f"kernel: {first_line(error)}"

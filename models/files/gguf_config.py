@@ -160,7 +160,7 @@ def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
 
 
 def _set(config: PreTrainedConfig, rope: dict[str, Any], key: str, value: Any) -> bool:
-    """Let a configuration have a value of the metadata; False if it has no place for it."""
+    """Does a configuration now say what the metadata do? It is set, agrees, or needs nothing."""
     names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
     number = value if isinstance(value, (int, float)) else None
     if key in NEUTRAL.get(number, "").split() and (names or not hasattr(config, key)):

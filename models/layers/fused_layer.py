@@ -58,7 +58,7 @@ def is_as_defined(module: nn.Module) -> bool:
 
 
 def _replaced_parts(layer: Any) -> list[nn.Module]:
-    """The modules inside `layer` that a `FusedLayer` does without."""
+    """The modules inside `layer` that a `FusedLayer` does without: all but experts."""
     experts = None if has_gated_mlp(layer) else layer.mlp
     return [
         module

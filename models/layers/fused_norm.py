@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         self.register_buffer("root_of_epsilon", root, persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """float [..., width] -> float [..., width], in the same dtype."""
+        """float [..., width] -> the same; at once if a sum before has computed it for this norm."""
         norm, normed = getattr(hidden_states, "normed", (None, None))
         if norm is self and normed is not None:
             return normed

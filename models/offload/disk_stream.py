@@ -64,7 +64,7 @@ class DiskStream(WeightStream):
         """How often each expert was chosen so far, by its layer and row."""
         self.kept: dict[tuple[int, int], list[Tensor]] = {}
         """The experts that stay in memory, once a pass has read them, and their weights."""
-        renewed_in_forks(self)._at_fork_reinit()
+        renewed_in_forks(self)._at_fork_reinit()  # makes threads and locks, here and in each fork
         for layer in range(len(self.memory)):
             self._begin_reads(layer)
 

@@ -44,7 +44,7 @@ def encoding_for(format: int, kind: Instructions = OWN) -> Encoding:
     """How a kind of processor stores the rows that a format multiplies."""
     layout = FORMATS[format]
     if not layout.is_float:
-        return Encoding(ENCODE_INTEGERS, layout.zero or layout.offset_sign)
+        return Encoding(ENCODE_INTEGERS, factor=layout.zero or layout.offset_sign)
     if layout.name != "BF16":
         return Encoding(ENCODE_FLOATS)
     return Encoding(ENCODE_BFLOAT16 if multiplies_bfloats(kind.lanes) else ENCODE_ROUNDED)

@@ -51,9 +51,9 @@ class DFlashDrafter(HiddenStateDrafter):
         return DraftPass(offsets=block, mask=no_mask, logit_rows=logit_rows, **fields)
 
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
-        """See `Drafter`: the same for every tree; drawing is timed with verification.
+        """A pass to be timed, which takes as long with every tree; it reads no earlier pass (None).
 
-        Logits of all levels are computed as after the root's token, but no node gets children.
+        It draws no children: their time counts as verification's.
         """
         nothing = tensors.nodes[:0]
         draft_pass = self.block_pass(

@@ -132,7 +132,7 @@ class MtpDraft(HiddenStateDraft):
 
 
 def load_mtp(model: LoadedModel) -> MtpDraft:
-    """The heads in the checkpoint that `target` was loaded from."""
+    """The heads in the checkpoint of `model`, which is the target."""
     config = model.config
     whole_config = config if model.module is None else model.module.config
     folder = downloaded_folder(whole_config.name_or_path)

@@ -35,8 +35,8 @@ def looked_up_acceptance(match_class: MatchClass, drafted: Acceptance) -> Accept
     """The rates of steps of one match class whose tree has a looked-up spine.
 
     Rank 1 of a node on the spine is the looked-up token, and its other children are drafted; so are
-    all children of nodes off the spine. The node classes are not moved towards each other: their
-    ranks mean different things. None for too few counts.
+    all children of nodes off the spine, which have the rates of `drafted` where too few of them
+    were counted. None for too few counts. Counts are [levels, node classes, ranks].
     """
     counts = match_class.looked_up
     if counts is None or counts.trials[0].sum() < MIN_TRIALS:
@@ -59,12 +59,12 @@ def looked_up_as_visited(rows: Floats, visits_by_run: Floats) -> Floats:
     A long run of right tokens has many positions and takes few steps. So a looked-up token is right
     less often for the average step than for the average position, which is what was counted. The
     drafted children keep their probabilities given that the looked-up token is wrong. `rows`
-    float64 [levels, classes, ranks]; `visits_by_run` float64 [runs].
+    float64 [levels, classes, ranks]; `visits_by_run[n]`: steps that met n right tokens in a row.
     """
     if visits_by_run.sum() < MIN_TRIALS:
         return rows
-    reached = visits_by_run[::-1].cumsum()[::-1]  # the run has so many tokens or more
-    is_right = pooled_rates(reached[:-1], reached[1:, None])[: len(rows), 0]
+    visits_of_at_least = visits_by_run[::-1].cumsum()[::-1]
+    is_right = pooled_rates(visits_of_at_least[:-1], visits_of_at_least[1:, None])[: len(rows), 0]
     rows = rows.copy()
     wrong_before = 1 - rows[:, 0, 0]
     share_left = np.where(wrong_before > 0, (1 - is_right) / np.maximum(wrong_before, 1e-300), 0.0)

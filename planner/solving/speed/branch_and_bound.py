@@ -136,8 +136,9 @@ def set_first_box(search, low, high, prices, speed):
 def bound_gain(search, box, prices, goal, share, steps, tree):
     """Bound the gain F - goal * step of the trees in a box, whatever limits their step.
 
-    Returns the bound, the expected tokens of the tree behind it, and the share of the step that
-    `min_step_seconds` was given. `prices` float64 [resources].
+    `share` of the step is charged as `min_step_seconds`, the rest as work: it is bisected while
+    that may lower the bound. Returns it, the expected tokens of `tree`, which is overwritten, and
+    the share. `prices` float64 [resources].
     """
     low, high, gain, tokens = 0.0, 1.0, 0.0, 0.0
     if work_seconds(search.costs, box.low) >= search.costs.min_step_seconds:
