@@ -15,6 +15,7 @@ from sequoia_plan.profiler.timing import CONTEXT, drift_free_quartiles, text_pro
 from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_time
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
+from sequoia_plan.runtime.clock import RUN
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of nodes whose passes may be timed."""
@@ -23,8 +24,6 @@ MAX_CHAIN = 64
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 MAX_INTERVAL = 4
 """Even the largest sizes take part in one round of so many, and so do plain steps."""
-PLAIN_STEPS = 24
-"""In a row: after passes over many rows some processors are slower for a while."""
 
 
 class LatencyMeter:
@@ -180,7 +179,7 @@ class LatencyMeter:
         """Seconds of the last of some steps of plain decoding, one after the other."""
         sequence = self.step.sequence
         length, seconds = int(sequence.length), 0.0
-        for _ in range(PLAIN_STEPS):
+        for _ in range(RUN):
             started = time.perf_counter()
             self.plain.launch(length, self.sampling)(length)
             seconds = time.perf_counter() - started

@@ -9,8 +9,8 @@ from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.artifacts.state import Choice
 
 RUN = 24
-"""Plain steps in a row that are timed at first, and whose least time counts: after passes over many
-rows some processors are slower for a while (measured: 7.5 ms, then 4.0 from the 15th on)."""
+"""Plain steps in a row that are timed at first, by the least of them: a processor's cache may
+have weights only while they are read again and again (measured: 7.3 ms after a pause, then 4.1)."""
 MEMORY, STALE = 16, 2048
 """Steps of a tree that its mean counts, and steps of any after which one counts a third, about."""
 LEAST = 1e-9

@@ -113,19 +113,12 @@ class Worker:
             job.check()
             decoder.generate(choice.prompt[:end], 0, reuse_prefix=True)
 
-        known, emitted, has_limits = "", 0.0, request.n_indent or request.t_max_predict_ms
-
-        def has_enough_lines(*_: Any) -> bool:
-            """Whether an editor wants no more, as far as the last step went."""
-            limit = request.t_max_predict_ms / 1000
-            is_late = "\n" in known and limit and time.perf_counter() - times[1] > limit
-            return bool(is_late) or request.deep_lines(known) != known
+        emitted, is_enough, limit = 0.0, False, request.t_max_predict_ms / 1000
 
         def on_step(output: Any, text: str) -> None:
             """Count a step, and emit its text."""
-            nonlocal known, emitted
+            nonlocal emitted, is_enough
             job.check()
-            known = text
             times.append(time.perf_counter())
             accepted, drafted = len(output.path) - 1, output.tree.size - 1
             choice.drafted += drafted
@@ -140,16 +133,20 @@ class Worker:
                 spec_decode_num_accepted_tokens_total=accepted,
                 generation_tokens_total=accepted + 1,
             )
+            wanted = request.deep_lines(text)
+            is_late = bool(limit) and "\n" in text and times[-1] - times[1] > limit
+            is_enough = is_late or wanted != text
             if times[-1] - emitted > CHUNK_SECONDS:
                 emitted = times[-1]
-                job.emit((choice, request.deep_lines(text), None))
+                job.emit((choice, wanted, None))
 
         result = decoder.generate(
             choice.prompt, job.limit, sampling=job.sampling, stop_strings=request.stop,
             seed=None if request.seed < 0 else request.seed + choice.index, on_step=on_step,
             logits_processor=request.processors(len(choice.prompt)), constraint=job.constraint,
             logprobs=max(int(request.logprobs), request.top_logprobs, request.n_probs) or None,
-            reuse_prefix=True, stopping_criteria=[has_enough_lines] if has_limits else (),
+            reuse_prefix=True,
+            stopping_criteria=[lambda *_: is_enough] if request.n_indent or limit else (),
         )  # fmt: skip
         times.append(time.perf_counter())
         job.emit((choice, request.deep_lines(result.text or ""), result))
