@@ -16,7 +16,7 @@ from sequoia_plan.server.requests import Request
 MAX_TEXTS = 4
 """So many texts are kept at most: the memory of a step takes 50 ms to make anew."""
 CHUNK_SECONDS = 0.02
-"""A stream has no more chunks than one in so long: each takes .3 ms from decoding."""
+"""A stream has one chunk in so long at most: one a step took 7 % of the embedded pair's speed."""
 PART = 512
 """Tokens of a prompt that are read before a client that has gone away is noticed."""
 POSITION = 'spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
