@@ -29,10 +29,11 @@ from sequoia_plan_drafts.recipe.mtp import train_mtp, untrained_head
 from sequoia_plan_drafts.recipe.questions import (
     MAX_PASSAGE_TOKENS,
     Questions,
+    around_a_hole,
     misspelled,
     passage_of,
 )
-from sequoia_plan_drafts.recipe.text import TOP, TextRecipe, write_text
+from sequoia_plan_drafts.recipe.text import TOP, Lane, TextRecipe, Writer, write_text
 from sequoia_plan_drafts.recipe.training import (
     TrainingSettings,
     chain_losses,
@@ -46,6 +47,7 @@ from drafts import built, golden, load, logits_of_tree, small_target, started
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
+from sequoia_plan.server import prompts
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
 
 pytestmark = pytest.mark.slow
@@ -132,6 +134,58 @@ def test_short_conversations_keep_to_their_slots(pair, tmp_path, monkeypatch):
         write_text(pair.target, TextRecipe(context=24), tmp_path / "none")
 
 
+def test_text_goes_on_where_it_stopped(pair, tmp_path):
+    """With other questions; a folder with other text, or with something else, is left alone."""
+    recipe = TextRecipe(30, 2, context=80, hidden_states=(2,))
+    write_text(pair.target, recipe, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    write_text(pair.target, replace(recipe, tokens=120), tmp_path)
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert before.items() < after.items()
+    text = TrainingText([tmp_path])
+    assert 120 <= sum(len(conversation.top_ids) for conversation in text.conversations) < 300
+    assert len({tuple(c.tokens.tolist()) for c in text.conversations}) == len(text.conversations)
+    with refusal("holds text with {'seed': 0, 'hidden_states': .2.}"):
+        write_text(pair.target, replace(recipe, hidden_states=(3,)), tmp_path)
+    with refusal("exists already; name a new folder"):
+        write_text(pair.target, recipe, tmp_path.parent)
+
+
+def test_what_begins_as_the_last_conversation_is_read_once(pair):
+    """The last token is always read: its logits choose the next."""
+    writer = Writer(pair.target, TextRecipe(30, 2, context=80))
+    last = Lane(0, [1, 2, 3, 4], None, num_read=3, rows=["a", "b", "c"])
+    for prompt, rows in (([1, 2, 9, 9], "ab"), ([1, 2, 3, 4, 5], "abc"), ([1, 2], "a"), ([9], "")):
+        lane = writer.lane(last, prompt, 0.6)
+        assert (lane.num_read, lane.rows, lane.num_prompt) == (len(rows), [*rows], len(prompt))
+
+
+def test_a_model_with_markers_fills_in_what_is_missing_in_its_code(pair, monkeypatch):
+    """Its prompts are an editor's, around any place of code that an answer had."""
+    code = "def ferry(x):\n    y = x + 1\n    return y\n"
+    rng = random.Random(1)
+    for _ in range(200):
+        before, after = around_a_hole(code, rng)
+        assert code.startswith(before) and code.endswith(after) and after[:1] in ("\n", "")
+        assert len(before) + len(after) <= len(code)
+    target = pair.target
+    assert not Writer(target, TextRecipe()).has_markers
+    monkeypatch.setattr(prompts, "MARKERS", [("", "", "", "<a>", "<b>", "<c>")])
+    monkeypatch.setattr(pair.tokenizer, "get_vocab", lambda: {"<a>": 0})
+    writer = Writer(target, TextRecipe(context=128))
+    assert writer.has_markers
+    writer.codes.append(code)
+    lanes = [writer.next_lane(Lane(0, [], None)) for _ in range(200)]
+    texts = [pair.tokenizer.decode(lane.tokens) for lane in lanes]
+    fills = [text for text in texts if text.startswith("<a>")]
+    assert 5 < len(fills) < 40 and all(text.endswith("<c>") for text in fills)
+    answer = pair.tokenizer.encode(f"So:\n```python\n{code}```\nThat is all, said at length." * 2)
+    lane = Lane(0, [1, *answer], 0.6, rows=[(torch.zeros(1),) * 3] * len(answer))
+    lane.num_prompt = 1
+    writer.ended(lane)
+    assert list(writer.codes) == [code] * 3 and f"```\n{code}```" in writer.passages
+
+
 def test_a_fifth_of_the_questions_asks_for_copies(pair):
     """The passage is the begin of an earlier answer, whole sentences where there are some."""
     tokenizer, rng = pair.tokenizer, random.Random(1)
@@ -158,7 +212,7 @@ def test_a_fifth_of_the_questions_asks_for_copies(pair):
     [
         ("text --hidden-states 99", "--hidden-states 99: the target has 0"),
         ("train --text T --steps 0", "--steps: invalid"),
-        ("text -o T", "exists already; name a new folder"),
+        ("text -o T", "holds text with"),
         ("train --text T -o T", "is the input"),
         ("train --text T", "--held-out 100: the text has"),
     ],

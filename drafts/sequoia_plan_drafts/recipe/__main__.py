@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.artifacts.files import check_new_folder, refuse_to_replace
+from sequoia_plan.artifacts.files import refuse_to_replace
 from sequoia_plan.models.backends import COMPILED, load_model
 from sequoia_plan.models.base.dtype import dtype_name
 from sequoia_plan.models.base.loading import Loading
@@ -71,9 +71,7 @@ def main() -> None:
     """Parse the command line and run the command."""
     options = make_parser().parse_args()
     # what is cheap to refuse is refused before the target is loaded
-    if options.command == "text":
-        check_new_folder(options.output)
-    else:
+    if options.command != "text":
         refuse_to_replace(options.output, *options.text, options.target)
         text = TrainingText(options.text)
     how = Loading(COMPILED, dtype=options.dtype)

@@ -80,6 +80,13 @@ def passage_of(tokenizer: Any, answer: Sequence[int]) -> str:
     return text[: ends[-1]].strip() if ends else text.strip()
 
 
+def around_a_hole(code: str, rng: random.Random) -> tuple[str, str]:
+    """What is before and after a hole in code, which begins anywhere and ends with a line."""
+    start = rng.randrange(len(code))
+    ends = [match.end() - 1 for match in re.finditer("\n", code) if match.end() > start][:6]
+    return code[:start], code[rng.choice(ends or [len(code)]) :]
+
+
 def misspelled(text: str, rng: random.Random) -> str:
     """The text with one inner letter taken out of about every eighth word of five letters."""
 

@@ -2,26 +2,31 @@
 
 import itertools
 import json
+import os
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.artifacts.files import write_atomically
+from sequoia_plan.artifacts.files import check_new_folder, write_atomically
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
 from sequoia_plan.models.base.masks import additive_mask
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime.generation import end_tokens
-from sequoia_plan_drafts.recipe.questions import Questions, passage_of
+from sequoia_plan.runtime.text import text_ids
+from sequoia_plan.server import prompts
+from sequoia_plan_drafts.recipe.questions import Questions, around_a_hole, passage_of
 
 TOP = 64
 """How many of the target's most probable tokens are kept for each answer token."""
@@ -33,8 +38,14 @@ MIN_PASSAGE_TOKENS = 24
 """Shorter answers are not used as passages."""
 MAX_PASSAGES = 1000
 """Of the last answers. Each may be copied several times."""
+MAX_CODE = 500
+"""Characters of code that is a passage as a whole."""
 MAX_HIDDEN_STATE = 60_000.0
 """Hidden states are clamped to this magnitude: float16 ends at 65,504."""
+FILL_SHARE = 0.1
+"""Of the conversations, for a model with markers for it: what is missing in the code of an answer."""
+CODE = re.compile(r"```\w+\n(.*?\n.*?\n.*?)```", re.DOTALL)
+"""Code of three lines and more in an answer."""
 QUESTION_MARKER = "QUESTION-5b1f"
 """Stands for a question in a chat template, to find what is before it."""
 
@@ -99,6 +110,9 @@ class Writer:
         self.questions = Questions(recipe.questions, self.tokenizer, self.rng)
         self.temperatures = itertools.cycle(TEMPERATURES)
         self.passages: deque[str] = deque(maxlen=MAX_PASSAGES)
+        self.codes: deque[str] = deque(maxlen=MAX_PASSAGES)
+        vocabulary = self.tokenizer.get_vocab()
+        self.has_markers = any(markers[3] in vocabulary for markers in prompts.MARKERS)
         self.cache = target.new_cache(recipe.rows * recipe.context)
         last = target.config.num_hidden_layers  # that one is taken after the final norm
         self.hidden_states = [AFTER_FINAL_NORM if k == last else k for k in recipe.hidden_states]
@@ -114,7 +128,9 @@ class Writer:
     def conversations(self) -> Iterator[Conversation]:
         """Yield conversations as they end."""
         context = self.recipe.context
-        lanes = [self.next_lane(row * context) for row in range(self.recipe.rows)]
+        lanes = [
+            self.next_lane(Lane(row * context, [], None)) for row in range(self.recipe.rows)
+        ]
         while True:
             self.read(lanes)
             for number, lane in enumerate(lanes):
@@ -139,23 +155,34 @@ class Writer:
                     question = self.tokenizer.decode(
                         lane.tokens[len(self.opening) :], skip_special_tokens=True
                     )
-                    lanes[number] = self.answer(lane.first_slot, question)
+                    lanes[number] = self.answer(lane, encode(self.tokenizer, question))
                     continue
                 yield self.ended(lane)
-                lanes[number] = self.next_lane(lane.first_slot)
+                lanes[number] = self.next_lane(lane)
 
-    def next_lane(self, first_slot: int) -> Lane:
+    def next_lane(self, last: Lane) -> Lane:
         """A new conversation: its question, or the begin of one that the target is to write."""
+        if self.codes and self.rng.random() < FILL_SHARE:
+            before, after = around_a_hole(self.rng.choice(self.codes), self.rng)
+            files = self.rng.choice((None, ()))  # an editor's two ways to ask
+            text = prompts.infill(self.tokenizer, before, after, files)
+            return self.answer(last, text_ids(self.tokenizer, text))
         question = self.questions.next(self.passages)
-        if question is None:
-            begin = self.tokenizer.encode(self.questions.begin(), add_special_tokens=False)
-            return Lane(first_slot, (self.opening + begin)[: self.recipe.context // 2], None)
-        return self.answer(first_slot, question)
+        if question is not None:
+            return self.answer(last, encode(self.tokenizer, question))
+        begin = self.tokenizer.encode(self.questions.begin(), add_special_tokens=False)
+        return self.lane(last, self.opening + begin, None)
 
-    def answer(self, first_slot: int, question: str) -> Lane:
+    def answer(self, last: Lane, prompt: list[int]) -> Lane:
         """A conversation whose question is there."""
-        prompt = encode(self.tokenizer, question)[: self.recipe.context // 2]
-        return Lane(first_slot, prompt, next(self.temperatures))
+        return self.lane(last, prompt, next(self.temperatures))
+
+    def lane(self, last: Lane, prompt: list[int], temperature: float | None) -> Lane:
+        """A conversation in the slots of the last one: tokens that begin both are not read again."""
+        lane = Lane(last.first_slot, prompt[: self.recipe.context // 2], temperature)
+        read = len(os.path.commonprefix([lane.tokens[:-1], last.tokens[: last.num_read]]))
+        lane.num_read, lane.rows = read, last.rows[:read]
+        return lane
 
     def read(self, lanes: Sequence[Lane]) -> None:
         """One pass over what the lanes have not read, at most twice as many tokens as lanes."""
@@ -197,6 +224,10 @@ class Writer:
         answer = lane.rows[lane.num_prompt - 1 :]
         if len(answer) >= MIN_PASSAGE_TOKENS:
             self.passages.append(passage_of(self.tokenizer, lane.tokens[lane.num_prompt :]))
+        if self.has_markers:
+            codes = CODE.findall(self.tokenizer.decode(lane.tokens[lane.num_prompt :]))
+            self.codes += codes
+            self.passages += [f"```\n{code}```" for code in codes if len(code) < MAX_CODE]
         return Conversation(
             torch.tensor(lane.tokens).int(),
             torch.stack([row[0] for row in answer]).int(),
@@ -209,18 +240,19 @@ def write_text(target: LoadedModel, recipe: TextRecipe, output: Path) -> None:
     """Let the target write at least `tokens` answer tokens, and save them in the folder `output`.
 
     Each file has so many conversations as are written side by side: the text so far can always be
-    used.
+    used, and the same call goes on from it, with other questions.
     """
     num_layers = target.config.num_hidden_layers
     if wrong := [layer for layer in recipe.hidden_states if not 0 <= layer <= num_layers]:
         raise ArgumentError(
             f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers}"
         )
-    writer = Writer(target, recipe)
-    output.mkdir(parents=True, exist_ok=True)
     conversations: list[Conversation] = []
     metadata = {"seed": recipe.seed, "hidden_states": list(recipe.hidden_states)}
-    num_answer_tokens, num_files, started = 0, 0, time.perf_counter()
+    output.mkdir(parents=True, exist_ok=True)
+    num_files, written = count_written(output, metadata)
+    writer = Writer(target, replace(recipe, seed=recipe.seed + 1_000_003 * num_files))
+    num_answer_tokens, started = written, time.perf_counter()
     for conversation in writer.conversations():
         conversations.append(conversation)
         num_answer_tokens += len(conversation.top_ids)
@@ -232,11 +264,28 @@ def write_text(target: LoadedModel, recipe: TextRecipe, output: Path) -> None:
         elapsed = time.perf_counter() - started
         print(
             f"{num_answer_tokens} answer tokens, {num_files} files of {recipe.rows} conversations, "
-            f"{elapsed:.0f} s, {num_answer_tokens / elapsed:.0f} tokens/s",
+            f"{elapsed:.0f} s, {(num_answer_tokens - written) / elapsed:.0f} tokens/s",
             flush=True,
         )
         if is_enough:
             return
+
+
+def count_written(folder: Path, metadata: dict[str, Any]) -> tuple[int, int]:
+    """The files of text in a folder, and their answer tokens; an error if they are of another call."""
+    files, answer_tokens = sorted(folder.glob("text-*.safetensors")), 0
+    if not files:
+        check_new_folder(folder)
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            found = json.loads(tensors.metadata()["text"])
+            if found != metadata:
+                raise SequoiaPlanError(
+                    f"{folder}: holds text with {found}, expected {metadata} to go on from; name a "
+                    "new folder"
+                )
+            answer_tokens += int(tensors.get_tensor("answer_lengths").sum())
+    return len(files), answer_tokens
 
 
 def write_conversations(
