@@ -54,7 +54,7 @@ HELP = {
     "tokens": "to write",
     "rows": "conversations written side by side",
     "context": "the most tokens of a conversation",
-    "questions": "chat, or code with a quarter of chat",
+    "questions": "chat, or code with a third of chat",
     "hidden_states": "layers whose hidden states are kept for eagle3 or mtp: 0 is the embedding, k "
     "is the output of layer k, counted from 1; of the last, after the final norm",
     "draft_vocabulary": "tokens that the draft can propose, those that the target uses most",

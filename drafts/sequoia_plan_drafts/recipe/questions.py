@@ -29,7 +29,7 @@ class Questions:
 
     A fifth ask for copies, once there are passages. Half of the others are the target's, half
     templates; all are the target's if its vocabulary has no words for the templates. Of "code", a
-    quarter are those of "chat".
+    third are those of "chat".
     """
 
     def __init__(self, kind: str, tokenizer: Any, rng: random.Random) -> None:
@@ -37,12 +37,13 @@ class Questions:
         chat = _lines("questions.txt")
         if kind not in ("chat", "code"):
             raise ArgumentError(f"--questions {kind}: expected chat or code")
-        self.kinds = [chat] if kind == "chat" else [chat, *[_lines("questions-code.txt")] * 3]
+        self.kinds = [chat] if kind == "chat" else [chat, *[_lines("questions-code.txt")] * 2]
         self.tasks = _lines("tasks.txt")
 
     def begin(self) -> str:
         """How a question that the target writes begins; "" if that is left to it, too."""
-        return self.rng.choice(BEGINS) if len(self.kinds) > 1 else ""
+        is_chat = self.rng.choice(self.kinds) is self.kinds[0]
+        return "" if is_chat else self.rng.choice(BEGINS)
 
     def next(self, passages: Sequence[str]) -> str | None:
         """A question."""
