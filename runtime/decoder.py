@@ -20,7 +20,7 @@ from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
-from sequoia_plan.runtime.constraints.path_logits import PathLogits
+from sequoia_plan.runtime.constraints.path_logits import PathLogits, PathProcessor
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Ending,
@@ -96,7 +96,7 @@ class SequoiaDecoder:
         return decoder
 
     def _use(self, models: DecodingModels, tree: TokenTree) -> None:
-        """Decode with `tree`, and with the trees that take its place in other states of a text."""
+        """Decode with `tree`, its trees for longer texts and lookup matches, and smaller ones."""
         if any(t.looks_up for t in (tree, *tree.by_context.values())):
             raise SequoiaPlanError(
                 "tree: its spine is looked up; expected a tree for texts without a match, with "
@@ -105,14 +105,16 @@ class SequoiaDecoder:
         trees = set(tree.all_trees)
         # a step that is launched before the last one was read cannot depend on that
         is_read_first = len(trees) > 1 or models.graphs is None
-        is_fast = tree.plan.objective == "speed" and bool(tree.plan.plain_seconds)
-        self.chooses = is_fast and is_read_first
+        has_times = tree.plan.objective == "speed" and bool(tree.plan.plain_seconds)
+        self.chooses = has_times and is_read_first
         has_rungs = models.graphs is None  # else each is captured anew
-        self.choices = {
-            (start, m): choices_of(t, m, has_rungs) if self.chooses else [Choice(t.for_match(m))]
-            for start, t in {0: tree, **tree.by_context}.items()
-            for m in (*t.portfolio, *(part.match_length for part in t.plan.by_match))
-        }
+        self.choices: dict[tuple[int, int], list[Choice]] = {}  # by length and match length
+        for length, t in {0: tree, **tree.by_context}.items():
+            for match in (*t.portfolio, *(plan.match_length for plan in t.plan.by_match)):
+                choices = [Choice(t.for_match(match))]
+                if self.chooses:
+                    choices = choices_of(t, match, has_rungs)
+                self.choices[length, match] = choices
         trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
@@ -247,13 +249,17 @@ class SequoiaDecoder:
         )  # fmt: skip
 
     def choices_at(self, length: int, match_length: int) -> list[Choice]:
-        """What the step after a text of so many tokens with such a match may take."""
-        reached = [key for key in self.choices if key[0] <= length and key[1] <= match_length]
+        """What a step may take after so many tokens, with a lookup match of so many."""
+        reached = [
+            (from_length, from_match)
+            for from_length, from_match in self.choices
+            if from_length <= length and from_match <= match_length
+        ]
         return self.choices[max(reached)]
 
     def _compare_with_plan(self) -> None:
-        """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
-        choices = self.choices_at(*self.state[:2])
+        """Warn, once, if the plan's tree takes other times than planned, in plain steps."""
+        choices = self.choices_at(self.state.length, self.state.match_length)
         factor = math.exp(self.clock.means.get(shape_of(choices[0].tree), 0.0))
         if self.clock.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
@@ -266,7 +272,7 @@ class SequoiaDecoder:
         )
 
     def refresh(self) -> None:
-        """Take the models' weights anew, after changes that leave no trace (through `.data`)."""
+        """Take the models' weights anew, after changes that PyTorch does not count (`.data`)."""
         for model in self.step.models.models:
             model.refresh()
 
@@ -277,13 +283,15 @@ class SequoiaDecoder:
     def _path_logits(
         self, processors: Sequence[Callable[..., Any]], constraint: Grammar | None
     ) -> PathLogits | None:
-        """What processes a text's logits, with a state of its own; None if nothing does."""
+        """The processors of one text's logits, with states of their own; None without any."""
         if not processors and constraint is None:
             return None
-        halves = split_at_warpers(processors)
-        both, target_only = ([LogitsProcessors(half)] if half else [] for half in halves)
-        grammars = [] if constraint is None else [copy.copy(constraint)]
-        return PathLogits([*both, *grammars], target_only, self.step.target.config.vocab_size)
+        before_warpers, warpers = split_at_warpers(processors)
+        both: list[PathProcessor] = [LogitsProcessors(before_warpers)] if before_warpers else []
+        if constraint is not None:
+            both.append(copy.copy(constraint))
+        target_only = [LogitsProcessors(warpers)] if warpers else []
+        return PathLogits(both, target_only, self.step.target.config.vocab_size)
 
     def generate_each(
         self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any

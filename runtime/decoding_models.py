@@ -26,7 +26,7 @@ MAX_TREE_NODES = 4096
 class DecodingModels:
     """A target and a drafter that decode one sequence with trees like `tree`.
 
-    `options` are those of `SequoiaDecoder`. Without a drafted tree, a draft is not used.
+    The arguments are those of `SequoiaDecoder`. If `tree` drafts nothing, neither does a draft.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DecodingModels:
         self.step_state: Any = None
 
     def step_for(self, rows: int) -> Any:
-        """What runs steps with passes of up to so many rows in one call; None if nothing does."""
+        """Compiled steps for passes of up to so many rows; None if a model is not compiled."""
         sequence, drafter = self.sequence, self.drafter
         if not all(model.traits.is_compiled for model in self.models):
             return None
@@ -108,8 +108,9 @@ class DecodingModels:
     ) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
-        What the models have read of the prompt is not read again, if the draft has settled all but
-        the last `unsettled` tokens; None reads everything. `prompt` int64 [n].
+        `prompt` int64 [n]; `max_size`: nodes of the largest tree. What the models have read of the
+        prompt is not read again, except by the draft the last `unsettled` tokens, which it may not
+        have read as it reads a prompt. With None, all is read.
         """
         self.check_unchanged()
         sequence, drafter = self.sequence, self.drafter
@@ -117,7 +118,7 @@ class DecodingModels:
             seed = int(self.target.backend.from_first(torch.randint((1 << 63) - 1, ())))
         sequence.generator.manual_seed(seed)
         settled = sequence.num_read - (unsettled or 0)
-        # a recurrent state cannot go back to where the texts part
+        # a recurrent state cannot go back to where the texts begin to differ
         reads_all = unsettled is None or self.target.traits.chains_only
         start = 0 if reads_all else sequence.num_shared(prompt[:-1])
         sequence.num_read = start
@@ -208,7 +209,7 @@ class DecodingModels:
 
 
 def drafter_of(draft: Any, vocabulary: int, d2t: Tensor | None) -> Drafter:
-    """The drafter for a draft. `d2t` int64 [vocabulary]."""
+    """The drafter of the class that suits a draft. `vocabulary`, `d2t`: see `Drafter`."""
     drafter: Any = DFlashDrafter
     if isinstance(draft, LoadedModel):
         drafter = LanguageModelDrafter

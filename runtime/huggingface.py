@@ -68,7 +68,7 @@ def sequoia(
     config = generation_config or model.generation_config
     decoder = _decoder_of(model, draft, tree)
     verifier = verifier_of(decoder.step.tree)
-    sampling, processors = _sampling_of(config, logits_processor or (), verifier)
+    sampling, own_processors = _sampling_of(config, logits_processor or (), verifier)
     # the decoder itself ends at these two, with the user's values where there are any
     criteria = list(stopping_criteria or ())
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
@@ -93,7 +93,7 @@ def sequoia(
         stopping_criteria=[
             c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
         ],
-        logits_processor=processors,
+        logits_processor=own_processors,
         constraint=constraint,
         output_logits=config.output_logits,
         output_scores=config.output_scores,
@@ -119,29 +119,29 @@ def sequoia(
 def _sampling_of(
     config: GenerationConfig, given: Sequence[Any], verifier: str
 ) -> tuple[Sampling, list[Any]]:
-    """The sampling settings, and the processors that run before them.
+    """The sampling settings, and the processors of `given` that run before them.
 
-    Where warpers are other than `Sampling` has them, all run as processors.
+    Where warpers are other than the config's settings, all run as processors.
     """
     sampling = Sampling.from_generation_config(config, verifier, has_processors=True)
     given = [_with_own_padding(processor) for processor in given]
     if not config.output_scores:  # it changes scores alone, not probabilities
         given = [p for p in given if type(p) is not processors.LogitNormalization]
-    others, warpers = split_at_warpers(given)
+    before_warpers, warpers = split_at_warpers(given)
     names = [SETTING_OF_PROCESSOR.get(type(warper), "") for warper in warpers]
-    are_the_configs = len(set(names)) == len(names) and all(
+    are_from_config = len(set(names)) == len(names) and all(
         name and getattr(warper, name) == getattr(config, name)
         for name, warper in zip(names, warpers, strict=True)
     )
-    if are_the_configs:
-        return sampling, others
+    if are_from_config:
+        return sampling, before_warpers
     if sampling.greedy:
         return sampling, given
     return Sampling(1.0, draft_temperature=sampling.temperature, verifier=verifier), given
 
 
 def _with_own_padding(processor: Any) -> Any:
-    """A processor that has the padding of a batch of one, which is 0, for batches of any size."""
+    """A processor made for a batch of one, whose padding is a tensor [1], for any batch."""
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = int(processor.prompt_ignore_length)

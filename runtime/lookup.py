@@ -35,9 +35,10 @@ class Lookup(NamedTuple):
 def look_up(
     tokens: Tensor, length: Tensor, max_match: int, chain_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Find the match of a text, and its lookup chain.
+    """Find a text's longest suffix that occurs earlier in it, and what followed it last.
 
-    `tokens` int64 [capacity]; `length` int64 [1]; returns int64 [1].
+    `tokens` int64 [capacity]; `length` int64 [1], the slot of the last token. Returns the suffix's
+    length, int64 [1], and int64 [chain_length], repeated where the text ends.
     """
     capacity = tokens.numel()
     slots = torch.arange(capacity, device=tokens.device)

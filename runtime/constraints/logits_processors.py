@@ -23,7 +23,7 @@ WARPERS = tuple(
 
 
 def split_at_warpers(processors: Sequence[Processor]) -> tuple[list[Any], list[Any]]:
-    """What changes the logits of target and draft, and, from the first warper on, the target's."""
+    """Processors for target and draft, and, from the first warper on, for the target alone."""
     is_warper = [isinstance(processor, WARPERS) for processor in processors]
     first = is_warper.index(True) if any(is_warper) else len(is_warper)
     return list(processors[:first]), list(processors[first:])
@@ -47,7 +47,7 @@ class LogitsProcessors:
         self.text.extend(tokens)
 
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
-        """See `PathProcessor`: paths of one length are a batch."""
+        """The scores after each path, written to `logits`; paths of one length are a batch."""
         for length in sorted({len(path) for path in paths}):
             rows = [row for row, path in enumerate(paths) if len(path) == length]
             ids = torch.tensor([[*self.text, *paths[row]] for row in rows], device=logits.device)
@@ -86,9 +86,9 @@ def changes(processor: Processor) -> ArgumentError:
 
 def _in_batches(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
     """The scores of all rows; what may tell rows of a batch apart gets one row at a time."""
-    kind = type(processor)
-    takes_rows = kind is not logits_process.PrefixConstrainedLogitsProcessor
-    if takes_rows and kind.__module__ == logits_process.__name__:
+    processor_class = type(processor)
+    treats_rows_alike = processor_class is not logits_process.PrefixConstrainedLogitsProcessor
+    if treats_rows_alike and processor_class.__module__ == logits_process.__name__:
         return processor(ids, scores.clone())
     rows = zip(ids.split(1), scores.clone().split(1), strict=True)
     return torch.cat([processor(*row) for row in rows])

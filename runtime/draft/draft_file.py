@@ -29,10 +29,7 @@ SAMPLE_TEXTS, SAMPLE_TEXT_TOKENS = 32, 64
 
 
 def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> LlamaForCausalLM:
-    """A draft with fresh layers, over the target's embeddings.
-
-    `d2t` int64 [draft vocabulary].
-    """
+    """A draft with fresh layers over the target's embeddings; `d2t` int64 [draft vocabulary]."""
     device, dtype = embeddings.weight.device, embeddings.weight.dtype
     with torch.device("meta"):
         draft = LlamaForCausalLM(config)
@@ -48,7 +45,7 @@ def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> L
 
 
 def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, Any]) -> None:
-    """Write a draft of `build_draft`; `metadata` (JSON) says how it was made."""
+    """Write a draft of `build_draft`, in 8 bits; `metadata` (JSON) says how it was made."""
     tensors = {D2T_KEY: draft.d2t.to(torch.int32)}
     for name, weight in draft.state_dict().items():
         if name == EMBEDDINGS_KEY:
@@ -119,13 +116,14 @@ def _load(
     config = LlamaConfig(**settings)
     if target.module is not None:
         embeddings = target.module.get_input_embeddings()
-    else:  # a copy: the target has them packed
+    else:  # a compiled target has packed embeddings; the draft gets a dense copy
         table = target.backend.embed(torch.arange(target.num_embeddings))
         embeddings = nn.Embedding.from_pretrained(table)
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
+    num_tokens, width = embeddings.weight.shape
     for name, expected in (
-        ("vocab_size", embeddings.weight.shape[0]),
-        ("hidden_size", embeddings.weight.shape[1]),
+        ("vocab_size", num_tokens),
+        ("hidden_size", width),
         ("num_hidden_layers", num_layers),
     ):
         if (value := getattr(config, name)) != expected:

@@ -69,26 +69,27 @@ class EagleDrafter(HiddenStateDrafter):
         """
         cache = sequence.draft
         passes = (draft_pass, *draft_pass.later)
-        rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
-        rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
-        (read_slots, *rows), *later = rows_by_pass
+        inputs_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
+        # made at once for all passes of a step, in the first
+        inputs_by_pass = inputs_by_pass or self._inputs(passes, sequence, columns, previous is None)
+        (read_slots, *inputs), *later = inputs_by_pass
         if previous is None:
             features = cache.features[read_slots]
         else:
             assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
         tokens = sequence.tokens[read_slots]
-        logits, outputs = self.backend.read(cache, tokens, features, rows, draft_pass.num_parents)
+        logits, outputs = self.backend.read(cache, tokens, features, inputs, draft_pass.num_parents)
         return ForwardOutput(logits[:, : self.vocabulary], outputs, later)
 
-    def _rows(
+    def _inputs(
         self,
         passes: Sequence[DraftPass],
         sequence: SequenceState,
         columns: Tensor,
         is_first: bool,
     ) -> list[Sequence[Tensor]]:
-        """What `read` needs of each pass of a step, after the slots whose tokens it reads."""
+        """Of each pass, the slots whose tokens it reads, then `rows` of `HiddenStateDraft.read`."""
         widths = [draft_pass.input_slots.numel() for draft_pass in passes]
         slots = sequence.length + torch.cat([draft_pass.input_slots for draft_pass in passes])
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
@@ -105,7 +106,7 @@ class EagleDrafter(HiddenStateDrafter):
     def _split_by_pass(
         self, masks: Sequence[Tensor], widths: list[int], *rows: Tensor
     ) -> list[Sequence[Tensor]]:
-        """Of each pass its part of `rows` (positions come last), its mask, cosines and sines."""
+        """Of each pass: slices of `rows`, by `widths` tokens a pass; mask; cosines and sines."""
         # a row takes the feature of the token before it, and that one's position, as in the engines
         *slots, positions = rows
         positions = (positions - 1).clamp(min=0)

@@ -24,7 +24,10 @@ def write_eagle3(
     metadata: Mapping[str, Any],
     in_8_bits: bool,
 ) -> None:
-    """Write config.json and model.safetensors. `d2t` int64 [draft vocabulary].
+    """Write config.json and model.safetensors of an EAGLE-3 draft of one layer.
+
+    `config`: its LlamaConfig; `weights`: by the names of `Eagle3`'s parameters; `d2t` int64 [draft
+    vocabulary]; `metadata`: how it was made, for the file's header.
 
     `in_8_bits`: matrices are int8 with a bfloat16 scale for each 32 inputs, in tensors named as in
     compressed-tensors. Other engines read such a draft once it is exported.

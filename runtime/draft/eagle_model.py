@@ -82,8 +82,8 @@ class Eagle3(EagleModel):
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states)
         if self.fc_norm is not None:
-            parts = hidden_states.chunk(len(self.fc_norm), -1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            by_layer = hidden_states.chunk(len(self.fc_norm), -1)
+            normed = [norm(states) for norm, states in zip(self.fc_norm, by_layer, strict=True)]
             hidden_states = torch.cat(normed, -1)
         return self.fc(hidden_states)
 
@@ -128,5 +128,5 @@ class Eagle1(EagleModel):
         first.input_layernorm = nn.Identity()
 
     def run(self, embedded: Tensor, features: Tensor, *inputs: Any) -> Tensor:
-        """A linear layer makes one vector of embedding and feature."""
+        """Each row's output: plain layers over one vector made of embedding and feature."""
         return self.run_layers(self.fc(torch.cat([embedded, features], -1)), *inputs)
