@@ -12,17 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
-from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
+from sequoia_plan.runtime.constraints.logits_processors import (
+    LogitsProcessors,
+    Processor,
+    split_at_warpers,
+)
 from sequoia_plan.runtime.constraints.path_logits import PathLogits, PathProcessor
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
+    Criterion,
     Ending,
     Generation,
     Session,
@@ -75,8 +80,8 @@ class SequoiaDecoder:
         draft: Any,
         tree: TokenTree,
         *,
-        tokenizer: Any = None,
-        draft_tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
         captured: bool | None = None,
     ) -> None:
         check_loaded(target, draft, tree)
@@ -138,8 +143,8 @@ class SequoiaDecoder:
         sampling: Sampling | None = None,
         attention_mask: Tensor | None = None,
         stop_strings: str | Sequence[str] | None = None,
-        stopping_criteria: Sequence[Callable[..., Any]] = (),
-        logits_processor: Sequence[Callable[..., Any]] = (),
+        stopping_criteria: Sequence[Criterion] = (),
+        logits_processor: Sequence[Processor] = (),
         constraint: Grammar | None = None,
         logprobs: int | None = None,
         output_logits: bool = False,
@@ -281,7 +286,7 @@ class SequoiaDecoder:
         return Session(self, prompt)
 
     def _path_logits(
-        self, processors: Sequence[Callable[..., Any]], constraint: Grammar | None
+        self, processors: Sequence[Processor], constraint: Grammar | None
     ) -> PathLogits | None:
         """The processors of one text's logits, with states of their own; None without any."""
         if not processors and constraint is None:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import text_config, unwrapped
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.text import NewText, text_ids
 
-Criterion = Callable[..., Any]
+Criterion = Callable[[Tensor, None], Tensor | bool]
 """A stopping criterion of transformers."""
 WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep")
 """Inputs of a model's `forward` that are checked elsewhere, or do not change what is generated."""
@@ -184,7 +186,11 @@ def whole_number(name: str, value: Any, least: int = 0, most: int | None = None)
     raise ArgumentError(f"{name}: found {value!r:.60}, expected a whole number {limits}, or None")
 
 
-def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = None) -> set[int]:
+def end_tokens(
+    eos: int | Iterable[int] | None,
+    model: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> set[int]:
     """The tokens that end a text: `eos`, else those of the generation config or tokenizer."""
     if eos is None:
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -196,7 +202,12 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
     return {operator.index(token) for token in tokens}
 
 
-def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, model: Any) -> Tensor:
+def read_prompt(
+    prompt: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    attention_mask: Tensor | None,
+    model: LoadedModel,
+) -> Tensor:
     """The prompt as int64 [n], from text, token ids [n] or [1, n], or what a tokenizer returns.
 
     Raises ArgumentError or SequoiaPlanError for anything else, and for masks that hide tokens.
@@ -245,7 +256,9 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
     return ids.reshape(-1).long()
 
 
-def stop_list(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[str]:
+def stop_list(
+    stop_strings: str | Sequence[str] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> list[str]:
     """Stop strings as a list; ArgumentError if one is no text or there is no tokenizer."""
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
     if not all(isinstance(text, str) and text for text in strings):
@@ -274,7 +287,7 @@ def check_loaded(target: Any, draft: Any, tree: Any) -> None:
         )
 
 
-def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) -> None:
+def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: LoadedModel) -> None:
     """Raise ArgumentError for a model's input that decoding with a tree would ignore."""
     module = unwrapped(model.module)
     accepted = inspect.signature(module.forward).parameters if module is not None else {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -18,7 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.forks import renewed_in_forks
 from sequoia_plan.runtime.constraints.grammar import Grammar
-from sequoia_plan.runtime.constraints.logits_processors import split_at_warpers
+from sequoia_plan.runtime.constraints.logits_processors import Processor, split_at_warpers
 from sequoia_plan.runtime.decoder import SequoiaDecoder
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 
@@ -34,9 +35,9 @@ _decoder_lock = renewed_in_forks(threading.Lock())
 
 
 def sequoia(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: Sequence[Any] | None = None,
+    logits_processor: Sequence[Processor] | None = None,
     stopping_criteria: Sequence[Any] | None = None,
     generation_config: GenerationConfig | None = None,
     *,
@@ -117,8 +118,8 @@ def sequoia(
 
 
 def _sampling_of(
-    config: GenerationConfig, given: Sequence[Any], verifier: str
-) -> tuple[Sampling, list[Any]]:
+    config: GenerationConfig, given: Sequence[Processor], verifier: str
+) -> tuple[Sampling, list[Processor]]:
     """The sampling settings, and the processors of `given` that run before them.
 
     Where warpers are other than the config's settings, all run as processors.
@@ -140,7 +141,7 @@ def _sampling_of(
     return Sampling(1.0, draft_temperature=sampling.temperature, verifier=verifier), given
 
 
-def _with_own_padding(processor: Any) -> Any:
+def _with_own_padding(processor: Any) -> Processor:
     """A processor made for a batch of one, whose padding is a tensor [1], for any batch."""
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         processor = copy.copy(processor)
@@ -148,7 +149,7 @@ def _with_own_padding(processor: Any) -> Any:
     return processor
 
 
-def _decoder_of(model: Any, draft: Any, tree: Any) -> SequoiaDecoder:
+def _decoder_of(model: PreTrainedModel, draft: Any, tree: Any) -> SequoiaDecoder:
     """The decoder that the model keeps, if it fits the arguments; else a new one."""
     with _decoder_lock:
         kept_draft, kept_tree, decoder = model.__dict__.get("_sequoia_decoder", (None,) * 3)

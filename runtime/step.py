@@ -79,8 +79,8 @@ class TreeStep:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run each draft pass, and draw the children from its logits into the sequence.
 
-        Returns the draft's probabilities and the drawn tokens of each pass, as in `DraftedTree`; none
-        if greedy. Looked-up tokens are in the sequence before.
+        Returns the draft's probabilities and the drawn tokens of each pass, as in `DraftedTree`;
+        none if greedy. Looked-up tokens are in the sequence before.
         """
         sequence, passes = self.sequence, self.passes
         columns = self.tensors.columns(sequence.length, extent)

@@ -22,7 +22,7 @@ WARPERS = tuple(
 """Processors that depend on scores alone. transformers has them last."""
 
 
-def split_at_warpers(processors: Sequence[Processor]) -> tuple[list[Any], list[Any]]:
+def split_at_warpers(processors: Sequence[Processor]) -> tuple[list[Processor], list[Processor]]:
     """Processors for target and draft, and, from the first warper on, for the target alone."""
     is_warper = [isinstance(processor, WARPERS) for processor in processors]
     first = is_warper.index(True) if any(is_warper) else len(is_warper)

@@ -96,7 +96,7 @@ class Drafter(Protocol):
         self.keep_hidden_states(sequence.draft, slots, hidden_states)
         self.catch_up(sequence, slots, extent)
 
-    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+    def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
         return None
 

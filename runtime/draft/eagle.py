@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +125,7 @@ class EagleDrafter(HiddenStateDrafter):
         (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
         self.backend.read(cache, sequence.tokens[slots], cache.features[slots], rows, 1)
 
-    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+    def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features of hidden states; the next first pass reads these tokens again."""
         features = self.backend.features_of(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)

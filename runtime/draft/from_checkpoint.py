@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, FULL, WINDOWED
@@ -164,7 +165,7 @@ def _build(checkpoint: Checkpoint, target: LoadedModel) -> HiddenStateDraft:
     return draft
 
 
-def _layer_config(checkpoint: Checkpoint, target: LoadedModel) -> Any:
+def _layer_config(checkpoint: Checkpoint, target: LoadedModel) -> PreTrainedConfig:
     """The configuration of the draft's layers, as an object of transformers."""
     config = checkpoint.config
     section = config["transformer_layer_config"] if checkpoint.from_speculators else config

@@ -16,10 +16,11 @@ import torch
 from msgspec import structs
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, FULL
+from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.files.pretrained import downloaded_folder
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.draft.checkpoint import errors_of
@@ -49,7 +50,7 @@ COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 class MtpHead(nn.Module):
     """One head. `block` is a model of the target's class with one layer, without embeddings."""
 
-    def __init__(self, block: Any, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, block: PreTrainedModel, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.block = block
         block.set_input_embeddings(nn.Identity())
@@ -58,7 +59,12 @@ class MtpHead(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False, dtype=dtype)
 
     def forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: Any
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: TreeCache | None,
     ) -> Tensor:
         """Embeddings and features [batch, rows, hidden size] -> outputs after its norm."""
         normed = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(features)]
@@ -79,7 +85,9 @@ class MtpDraft(HiddenStateDraft):
     of these lie side by side, the target's hidden state first.
     """
 
-    def __init__(self, config: Any, blocks: Sequence[Any], target: LoadedModel) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, blocks: Sequence[PreTrainedModel], target: LoadedModel
+    ) -> None:
         super().__init__(config, target, (AFTER_FINAL_NORM,), None, False, 0)
         width, self.num_heads = config.hidden_size, len(blocks)
         self.heads = nn.ModuleList(MtpHead(block, width, target.dtype) for block in blocks)
@@ -157,7 +165,7 @@ def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tens
     return heads
 
 
-def _why_none(config: Any) -> str:
+def _why_none(config: PreTrainedConfig) -> str:
     """Why a checkpoint of this configuration has no head."""
     for name in COUNTS:
         if count := getattr(config, name, None):

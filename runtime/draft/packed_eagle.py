@@ -14,7 +14,7 @@ from sequoia_plan.models.files.stored import ModuleSource
 from sequoia_plan.models.layers.fused_layer import is_as_defined
 from sequoia_plan.models.loaded_model import Traits
 from sequoia_plan.models.module_state import Watch, check_mode, everything
-from sequoia_plan.models.packed.backend import multiplied
+from sequoia_plan.models.packed.backend import PackedBackend, multiplied
 from sequoia_plan.models.packed.forward import UNIT, normalise
 from sequoia_plan.models.packed.packed_pass import (
     PackedCache,
@@ -22,6 +22,7 @@ from sequoia_plan.models.packed.packed_pass import (
     cache_dtype,
     visible_slots,
 )
+from sequoia_plan.models.packed.tiles import Matrix
 from sequoia_plan.models.packed.weights import PackedWeights, Storage, model_of, packed_in_memory
 
 IN_8_BITS = Storage(bits=8)
@@ -89,7 +90,7 @@ class PackedEagle:
         self.pack()
         self.version += 1
 
-    def embedding(self, target: Any) -> Any:
+    def embedding(self, target: PackedBackend) -> Matrix:
         """The embeddings that it reads; `target`: the backend of its target."""
         assert self.weights
         return target.embedding if self.draft.embed_tokens is None else self.weights.embedding

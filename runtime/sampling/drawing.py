@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ LAUNCH = {"num_warps": WARPS, "maxnreg": 65536 // (32 * WARPS)}
 would keep numbers in memory instead, so that several programs fit in."""
 
 
-def loops_for(rows: Tensor) -> Any:
+def loops_for(rows: Tensor) -> ModuleType | None:
     """The compiled loops (a module) if `rows` are a CPU's float32 and numba is there, else None."""
     if not HAS_NUMBA or rows.device.type != "cpu" or rows.dtype != torch.float32:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
@@ -75,7 +76,7 @@ FIXED_POINT = 1 << 50
 """1.0 as a whole number, where probabilities are added as whole numbers."""
 
 
-def not_followed(config: Any, has_processors: bool = False) -> dict[str, Any]:
+def not_followed(config: GenerationConfig, has_processors: bool = False) -> dict[str, Any]:
     """The settings of a GenerationConfig that are on and not followed, each with its off value."""
     off_values = OFF_VALUES if has_processors else OFF_VALUES_OF_PROCESSORS | OFF_VALUES
     return {
@@ -143,9 +144,13 @@ class Sampling:
 
     @classmethod
     def from_generation_config(
-        cls, config: Any, verifier: str = DEFAULT_VERIFIER, *, has_processors: bool = False
+        cls,
+        config: GenerationConfig,
+        verifier: str = DEFAULT_VERIFIER,
+        *,
+        has_processors: bool = False,
     ) -> Sampling:
-        """The sampling that transformers would do with `config` (a GenerationConfig).
+        """The sampling that transformers would do with `config`.
 
         Args:
             has_processors: the settings that transformers makes logits processors of are followed.
