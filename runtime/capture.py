@@ -251,10 +251,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 def read_back(numbers: Tensor) -> Callable[[], list[int]]:
-    """Start copying `numbers` to the host; call the result to get them.
-
-    On CUDA nothing waits for the device before that call.
-    """
+    """Start to copy `numbers` to the host, which does not wait; call the result to get them."""
     if not numbers.is_cuda:
         return numbers.tolist
     host_numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

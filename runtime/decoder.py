@@ -178,7 +178,7 @@ class SequoiaDecoder:
                 for every node of a tree, with the tokens before it. They come before `sampling`.
             constraint: a grammar that the new tokens follow.
             logprobs: return the log-probability of each new token, after processors and filters,
-                and those of so many most probable tokens at its place.
+                and those of so many most probable tokens there.
             output_logits: return the target's logits at each new token.
             output_scores: return them after processors, temperature and filters.
             reuse_prefix: do not read again what the decoder has last read, as far as the prompt
@@ -226,7 +226,7 @@ class SequoiaDecoder:
             path_logits.begin(prompt_ids, ending.end_tokens)
         all_steps = self.steps(
             prompt, max_new_tokens, sampling, seed,
-            path_logits=path_logits, keeps_logits=bool(record.parts), reuse_prefix=reuse_prefix,
+            path_logits=path_logits, keeps_logits=bool(record.recorded), reuse_prefix=reuse_prefix,
             timed=timed,
         )  # fmt: skip
         with closing(all_steps) as steps:

@@ -158,10 +158,7 @@ class DecodingModels:
         return self.drafter.vocabulary if self.drafter else MAX_TREE_NODES
 
     def check_prompt(self, prompt: Tensor) -> None:
-        """Check that the target has the prompt's tokens, and room for one more in its context.
-
-        `prompt` int64 [n].
-        """
+        """Check that the target has the prompt's tokens (int64 [n]), and room for one more."""
         lowest, highest = int(prompt.min()), int(prompt.max())
         count, context = self.target.num_embeddings, self.target.context
         if lowest < 0 or highest >= count:

@@ -75,7 +75,7 @@ class TokenRecord:
             *(("logits",) if output_logits else ()),
             *(("scores",) if output_scores else ()),
         ]
-        self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.recorded: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def add(self, tokens: Sequence[int], logits: Tensor | None, processed: Tensor | None) -> None:
         """Take a step's tokens, and the target's logits at them, before and after processors."""
@@ -89,12 +89,12 @@ class TokenRecord:
             values["logprobs"] = all_logprobs.gather(1, index)[:, 0]
             top = all_logprobs.topk(min(self.num_top, all_logprobs.shape[1]))
             values["top_logprobs"], values["top_tokens"] = top
-        for name, parts in self.parts.items():
-            parts.append(values[name])
+        for name, by_step in self.recorded.items():
+            by_step.append(values[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """What was asked for, by its name in `Generation`."""
-        return {name: torch.cat(parts) for name, parts in self.parts.items() if parts}
+        return {name: torch.cat(by_step) for name, by_step in self.recorded.items() if by_step}
 
 
 class Ending:

@@ -24,7 +24,7 @@ class Lookup(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree) -> Lookup | None:
-        """What `tree` and the trees in its place need; None without trees by match."""
+        """What lookup needs for `tree` and its trees by match and context; None without any."""
         matches = [length for t in (tree, *tree.by_context.values()) for length in t.by_match]
         if not matches:
             return None

@@ -153,6 +153,6 @@ class SequenceState:
         return [self.tokens, self.length, self.lookup_chain, *caches]
 
     def note_weight_memory(self, memory: Any) -> None:
-        """Record where the models' weights are."""
+        """Record the addresses of the models' weights; a change is a new `version`."""
         self.version += self.weight_memory not in (None, memory)  # 1 if they moved
         self.weight_memory = memory

@@ -99,11 +99,14 @@ class Request(msgspec.Struct):
 
         biases = {(token,): float(bias) for token, bias in dict(self.logit_bias).items()}
         repeat = logits_process.RepetitionPenaltyLogitsProcessor(float(self.repeat_penalty))
-        return [
-            *[repeat] * (self.repeat_penalty != 1),
-            *[penalise] * bool(self.presence_penalty or self.frequency_penalty),
-            *([logits_process.SequenceBiasLogitsProcessor(biases)] if biases else ()),
-        ]
+        processors: list[Callable[..., Tensor]] = []
+        if self.repeat_penalty != 1:
+            processors.append(repeat)
+        if self.presence_penalty or self.frequency_penalty:
+            processors.append(penalise)
+        if biases:
+            processors.append(logits_process.SequenceBiasLogitsProcessor(biases))
+        return processors
 
 
 def read(body: bytearray) -> Request:

@@ -17,7 +17,7 @@ MAX_TEXTS = 4
 """So many texts are kept at most: the memory of a step takes 50 ms to make anew."""
 CHUNK_SECONDS = 0.02
 """A stream has one chunk in so long at most: one a step took 7 % of the embedded pair's speed."""
-PART = 512
+PROMPT_CHUNK = 512
 """Tokens of a prompt that are read before a client that has gone away is noticed."""
 POSITION = 'spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
 
@@ -109,7 +109,7 @@ class Worker:
         request, times = job.request, choice.times
         times.append(time.perf_counter())
         decoder = self._text_for(choice)
-        for end in range(choice.cached + PART, len(choice.prompt), PART):
+        for end in range(choice.cached + PROMPT_CHUNK, len(choice.prompt), PROMPT_CHUNK):
             job.check()
             decoder.generate(choice.prompt[:end], 0, reuse_prefix=True)
 

@@ -102,7 +102,11 @@ def residual(step, tree, node):
 
 @compiled
 def reject(step, tree, node, child):
-    """Reject a child: r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a)."""
+    """Reject a child: r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a).
+
+    R is the target's residual distribution at the node, D the draft's for this child, and a the
+    probability to accept the node.
+    """
     state = step.residuals[node]
     if not tree.looked_up[child]:
         _, _, factor, uniform = child_terms(step, tree, node, child)
@@ -117,7 +121,7 @@ def reject(step, tree, node, child):
 
 @compiled
 def walk_down(step, tree, uniform, settings):
-    """The end of the path by `verify.residual.sequoia`: accept or reject from the root down."""
+    """The node where the path ends by `verify.residual.sequoia`: a walk from the root down."""
     node = FIRST
     while True:
         begin_node(step, tree, node, 1.0, settings)
@@ -136,7 +140,7 @@ def walk_down(step, tree, uniform, settings):
 
 @compiled
 def walk_up(step, tree, uniform, settings):
-    """The end of the path by `verify.traversal`: children before their parent, in draw order."""
+    """The node where the path ends by `verify.traversal`: children before their parent."""
     next_child = tree.first_child.copy()
     node = FIRST
     begin_node(step, tree, node, 1.0, settings)
@@ -164,7 +168,7 @@ def walk_up(step, tree, uniform, settings):
 
 @compiled
 def draw_bonus(step, tree, end, settings):
-    """The token after the path: from R after the rejection of all children of its end."""
+    """The token after the path, drawn from R after the rejection of all children of its end."""
     if not tree.num_children[end]:
         begin_node(step, tree, end, 1.0, settings)
     rest, sums = step.scratch[0], residual(step, tree, end)

@@ -104,10 +104,10 @@ def _state(value: Any, seen: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, torch.nn.Module) or id(value) in seen:
         return id(value)
     seen |= {id(value)}
-    parts = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    contents = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
     names = ("__dict__", "__self__", "func", "args", "keywords")  # the last three of a partial
-    parts += [getattr(value, name, None) for name in names]
+    contents += [getattr(value, name, None) for name in names]
     if isinstance(value, (list, tuple, set, deque, dict)):
         items = value.values() if isinstance(value, dict) else value
-        parts += [item for item in items if not isinstance(item, (int, str, float))]
-    return repr(value), [_state(part, seen) for part in parts if part is not None]
+        contents += [item for item in items if not isinstance(item, (int, str, float))]
+    return repr(value), [_state(content, seen) for content in contents if content is not None]

@@ -69,10 +69,7 @@ class PathLogits:
         return processed
 
     def check(self, nodes: Iterable[int], length: int) -> None:
-        """Raise SequoiaPlanError if no token was left after one of the accepted nodes.
-
-        `length`: the slot of the root.
-        """
+        """Raise SequoiaPlanError if an accepted node has no token; `length`: the root's slot."""
         for level, node in enumerate(nodes):
             if node in self.without_token:
                 names = ", ".join(type(processor).__name__ for processor in self.all)

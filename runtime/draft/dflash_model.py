@@ -183,10 +183,7 @@ class DFlashModel(HiddenStateDraft):
             cache.update(keys, values, number)
 
     def block_masks(self, length: Tensor, extent: int) -> dict[str, Tensor]:
-        """Additive masks [1, 1, block, extent] of a block, by layer type.
-
-        `length` int64 [1], the root's slot.
-        """
+        """Additive masks [1, 1, block, extent] by layer type; `length` int64 [1], the root's."""
         slots = torch.arange(extent, device=length.device)
         block_slots = (length + torch.arange(self.block.size, device=length.device))[:, None]
         whole_block = (slots < length + self.block.size).expand(self.block.size, -1)

@@ -61,7 +61,11 @@ class DraftedTree(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Drafts tokens. `d2t` int64 [vocabulary]: the target's token for each of its own, or None."""
+    """Drafts the tokens of a tree.
+
+    `vocabulary`: how many tokens it can draft; `d2t` int64 [vocabulary]: the target's token for
+    each of these, None if they are the same.
+    """
 
     model: Any
     drafting: Drafting
@@ -191,7 +195,10 @@ class HiddenStateDrafter(Drafter):
 
 
 def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of positions that are a step each: their levels are 0, 1, 2, ..., or one is -1."""
+    """Cut positions into the ranges (start, end) that one step drafts: levels 0, 1, 2, ...
+
+    A position of level -1, which no step drafts, is a range of its own.
+    """
     starts = [position for position, level in enumerate(levels) if level <= 0]
     return itertools.pairwise([*starts, len(levels)])
 

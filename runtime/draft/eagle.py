@@ -35,7 +35,7 @@ class EagleDrafter(HiddenStateDrafter):
         return (replace(first, input_slots=slots, offsets=slots, later=tuple(deeper)), *deeper)
 
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
-        """See `Drafter`: every node reads row 0 of the features before."""
+        """See `Drafter`; the pass before is one row of zeros, the feature of every node."""
         width, device = self.model.feature_width, tensors.nodes.device
         features = torch.zeros(1, width, dtype=self.backend.feature_dtype, device=device)
         previous = ForwardOutput(features[:, :0], features)

@@ -131,7 +131,7 @@ class HiddenStateDraft(nn.Module):
         return self.recorded or module_metadata(self) | {"placement": RESIDENT}
 
     def check(self) -> None:
-        """Note changes of the weights; raises SequoiaPlanError if it is in training mode."""
+        """Note changes of the weights; SequoiaPlanError in training mode or under autocast."""
         check_mode(self)
         if self.watch.changes(self):
             self.refresh()

@@ -116,10 +116,7 @@ def _uniforms(bits: Tensor, count: int) -> Tensor:
 
 
 def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Tensor:
-    """int64 [nodes, count]: the top tokens in order, from probs or logits [nodes, vocabulary].
-
-    It needs no random `bits`.
-    """
+    """int64 [nodes, count]: the top tokens in order, from probs or logits; it needs no `bits`."""
     loops = loops_for(scores)
     if loops and count:
         tokens = torch.empty(len(scores), count, dtype=torch.long)

@@ -36,8 +36,8 @@ def reject_child(
     tl.store(masses + block, tl.sum(tl.maximum(p_of_block - c * q_of_block - e, 0.0)))
     ended = state + 4 * num_nodes
     if tl.atomic_add(ended, 1.0) == num_blocks - 1:  # all others have read the state
-        parts = tl.arange(0, MAX_BLOCKS)
-        all_masses = tl.load(masses + parts, mask=parts < num_blocks, other=0.0, volatile=True)
+        blocks = tl.arange(0, MAX_BLOCKS)
+        all_masses = tl.load(masses + blocks, mask=blocks < num_blocks, other=0.0, volatile=True)
         mass = (tl.sum(all_masses) + tl.load(uncovered_mass + row)) * scale
         accept_prob = tl.maximum(tl.load(terms) - old_c * q_child - old_e, 0.0) * scale
         accept_prob *= tl.load(terms + 2 * num_nodes)
