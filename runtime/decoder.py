@@ -19,12 +19,8 @@ from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
-from sequoia_plan.runtime.constraints.logits_processors import (
-    LogitsProcessors,
-    Processor,
-    split_at_warpers,
-)
-from sequoia_plan.runtime.constraints.path_logits import PathLogits, PathProcessor
+from sequoia_plan.runtime.constraints.logits_processors import Processor, path_logits_of
+from sequoia_plan.runtime.constraints.path_logits import PathLogits
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
     Criterion,
@@ -221,7 +217,7 @@ class SequoiaDecoder:
         elif streamer is not None:
             streamer.put(prompt[None].cpu())
         record = TokenRecord(sampling, logprobs, output_logits, output_scores)
-        path_logits = self._path_logits(logits_processor, constraint)
+        path_logits = path_logits_of(logits_processor, constraint, model.config.vocab_size)
         if path_logits:
             path_logits.begin(prompt_ids, ending.end_tokens)
         all_steps = self.steps(
@@ -255,11 +251,7 @@ class SequoiaDecoder:
 
     def choices_at(self, length: int, match_length: int) -> list[Choice]:
         """What a step may take after so many tokens, with a lookup match of so many."""
-        reached = [
-            (from_length, from_match)
-            for from_length, from_match in self.choices
-            if from_length <= length and from_match <= match_length
-        ]
+        reached = [(n, m) for n, m in self.choices if n <= length and m <= match_length]
         return self.choices[max(reached)]
 
     def _compare_with_plan(self) -> None:
@@ -284,19 +276,6 @@ class SequoiaDecoder:
     def start(self, prompt: Any = ()) -> Session:
         """A text that goes on: what the models have read of it is not read again."""
         return Session(self, prompt)
-
-    def _path_logits(
-        self, processors: Sequence[Processor], constraint: Grammar | None
-    ) -> PathLogits | None:
-        """The processors of one text's logits, with states of their own; None without any."""
-        if not processors and constraint is None:
-            return None
-        before_warpers, warpers = split_at_warpers(processors)
-        both: list[PathProcessor] = [LogitsProcessors(before_warpers)] if before_warpers else []
-        if constraint is not None:
-            both.append(copy.copy(constraint))
-        target_only = [LogitsProcessors(warpers)] if warpers else []
-        return PathLogits(both, target_only, self.step.target.config.vocab_size)
 
     def generate_each(
         self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any

@@ -1,5 +1,6 @@
 """transformers' logits processors on the paths of a token tree."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.constraints.path_logits import Path
+from sequoia_plan.runtime.constraints.path_logits import Path, PathLogits, PathProcessor
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(token ids int64 [rows, length], scores float32 [rows, vocabulary]) -> scores."""
@@ -60,6 +61,20 @@ class LogitsProcessors:
                     raise changes(processor)
             logits[rows] = scores.float()
         return logits
+
+
+def path_logits_of(
+    processors: Sequence[Processor], constraint: PathProcessor | None, vocabulary: int
+) -> PathLogits | None:
+    """What changes one text's logits, with a state of its own; None if there is nothing."""
+    if not processors and constraint is None:
+        return None
+    before_warpers, warpers = split_at_warpers(processors)
+    both: list[PathProcessor] = [LogitsProcessors(before_warpers)] if before_warpers else []
+    if constraint is not None:
+        both.append(copy.copy(constraint))
+    target_only = [LogitsProcessors(warpers)] if warpers else []
+    return PathLogits(both, target_only, vocabulary)
 
 
 def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> Any:
