@@ -71,7 +71,7 @@ class CompiledStep:
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
         self.cache = sequence.target
-        vocabulary, d2t = (drafter.vocabulary, drafter.d2t) if drafter else (0, None)
+        vocabulary, d2t = (drafter.vocabulary, drafter.d2t) if drafter else (0, None)  # the draft's
         draft, workers = drafter and drafter.backend, self.workers.count
         self.owners = target.runner, draft and draft.runner  # of weights, whose addresses it has
         reader = draft_reader = new_reader(
@@ -90,7 +90,7 @@ class CompiledStep:
                 max(rows, CATCH_UP_TOKENS + 1), contexts[-1], layers, first_inputs,
             )  # fmt: skip
         largest_vocabulary = max(target.vocabulary, vocabulary)
-        t2d = own_tokens = NOTHING
+        t2d = own_tokens = NOTHING  # both vocabularies are the same
         if d2t is not None:
             t2d, own_tokens = np.full(target.vocabulary, -1), d2t.long().contiguous().numpy()
             t2d[own_tokens] = np.arange(own_tokens.size)
@@ -160,7 +160,8 @@ class CompiledStep:
 
     def time_passes(self, tree: Tree, sampling: Sampling, *, of_target: bool) -> list[float]:
         """Run the draft's passes, or the target's, and return the seconds of each."""
-        self(tree, sampling, 0, 0, TARGET if of_target else DRAFT)
+        parts = TARGET if of_target else DRAFT
+        self(tree, sampling, max_match=0, num_unread=0, parts=parts)
         if of_target:
             return [float(self.step.times[len(tree.passes) + 1] - self.step.times[0])]
         return self.seconds(tree)[: len(tree.passes)]

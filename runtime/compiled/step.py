@@ -31,7 +31,7 @@ from sequoia_plan.runtime.sequence import DRAFT_NOT_FINITE, TARGET_NOT_FINITE
 @compiled
 def look_up(tokens, length, max_match, chain):
     """Write what followed the text's match to `chain`, as `runtime.lookup`; returns its length."""
-    longest, best = -1, 0
+    longest, best = -1, 0  # `length` is the slot of the last token
     for slot in range(length):
         matched = 0
         while (

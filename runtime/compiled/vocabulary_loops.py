@@ -173,7 +173,7 @@ def _is_among(token, tokens):
 
 @fast
 def _sum_without(values, start, skipped):
-    """The sum of a block's values, whose first token is `start`, without those of some tokens."""
+    """The sum of a block's values without `skipped` tokens, in order; `start`: its first token."""
     total, first = 0.0, 0
     for token in skipped:
         if start <= token < start + values.size:

@@ -58,7 +58,7 @@ class LogitsProcessors:
                     self.states.append(check_repeats(processor, ids, scores))
                 scores = _in_batches(processor, ids, scores)
                 if _state(processor) != self.states[number]:
-                    raise changes(processor)
+                    raise error_of_change(processor)
             logits[rows] = scores.float()
         return logits
 
@@ -85,11 +85,11 @@ def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> Any:
     except Exception:
         repeats = False
     if not repeats:
-        raise changes(processor)
+        raise error_of_change(processor)
     return state
 
 
-def changes(processor: Processor) -> ArgumentError:
+def error_of_change(processor: Processor) -> ArgumentError:
     """The error for a processor whose scores depend on the calls before."""
     name = getattr(processor, "__name__", type(processor).__name__)
     return ArgumentError(

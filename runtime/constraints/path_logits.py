@@ -68,14 +68,14 @@ class PathLogits:
         _restore_rows_without_token(processed, logits)
         return processed
 
-    def check(self, nodes: Iterable[int], length: int) -> None:
-        """Raise SequoiaPlanError if an accepted node has no token; `length`: the root's slot."""
+    def check(self, nodes: Iterable[int], root_slot: int) -> None:
+        """Raise SequoiaPlanError if processors left no token after an accepted node."""
         for level, node in enumerate(nodes):
             if node in self.without_token:
                 names = ", ".join(type(processor).__name__ for processor in self.all)
                 raise SequoiaPlanError(
-                    f"logits: {names} left no token after token {length + 1 + level} of the text, "
-                    "expected at least one"
+                    f"logits: {names} left no token after token {root_slot + 1 + level} of the "
+                    "text, expected at least one"
                 )
 
 

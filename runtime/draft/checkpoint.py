@@ -74,7 +74,7 @@ class Checkpoint:
 
 
 def find_checkpoint(source: str) -> Checkpoint | None:
-    """Read the draft in a folder, a GGUF file or under a hub ID; None if it may be no draft."""
+    """Read the draft in a folder, a GGUF file or under a hub ID; None if it is no such draft."""
     if is_gguf(source):
         if not _is_gguf_draft(source):
             return None

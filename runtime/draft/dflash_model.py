@@ -80,8 +80,8 @@ class CandidateSelector(nn.Module):
     def __init__(self, vocabulary: int, width: int, rank: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))  # of parents
+        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))  # of children
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def prepare(self, logits: Tensor, hidden_states: Tensor) -> tuple[Tensor, ...]:

@@ -106,6 +106,7 @@ class Eagle3(EagleModel):
         residual = normed if self.norms.before_residual else features
         hidden = add_before(first.post_attention_layernorm, residual, attended)
         mlp = first.mlp(first.post_attention_layernorm(hidden))
+        # a fused layer adds its output and computes the norm of the next one in one kernel
         hidden = add_before(getattr(first, "next_norm", (None,))[0], hidden, mlp)
         hidden = self.run_layers(hidden, angles, masks, cache, first_layer=1)
         return self.norm(hidden) if self.norms.output else hidden
