@@ -105,7 +105,7 @@ class EagleDrafter(HiddenStateDrafter):
     def _split_by_pass(
         self, masks: Sequence[Tensor], widths: list[int], *rows: Tensor
     ) -> list[Sequence[Tensor]]:
-        """Of each pass: its `widths` tokens' slice of each of `rows`, its mask, cosines and sines."""
+        """Of each pass: slices of `rows`, its mask, cosines and sines; `widths`: tokens of each."""
         # a row takes the feature of the token before it, and that one's position, as in the engines
         *slots, positions = rows
         positions = (positions - 1).clamp(min=0)
