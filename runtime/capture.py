@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,29 +31,39 @@ def step_graphs(
 ) -> Graphs | None:
     """What captures the parts of a step as CUDA graphs; None if no part is to be captured.
 
-    `models`: the target's backend, and what runs the draft, if any. `captured`: True captures all
-    parts, False none, None those that can be.
+    `models`: the backend of the target and, if there is a draft, what runs that. `captured`: True
+    captures all parts, False none, None those that can be.
     """
     if captured and device.type != "cuda":
         raise ArgumentError(
             f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; leave it out"
         )
     target, *drafts = models
-    can = {
+    is_possible = {
         "draft": all(draft.can_be_captured() for draft in drafts),
         "target": target.can_be_captured(),
         "verify": target.is_on_one_cuda_device(),
     }
-    can["step"] = all(can.values())
-    if captured is None and can["verify"] and (can["draft"] or can["target"]):
-        return Graphs(device, {part for part, is_possible in can.items() if not is_possible})
+    is_possible["step"] = all(is_possible.values())
+    runs_a_model = is_possible["draft"] or is_possible["target"]
+    if captured is None and is_possible["verify"] and runs_a_model:
+        return Graphs(device, {part for part in is_possible if not is_possible[part]})
     return Graphs(device) if captured else None
+
+
+class CapturedGraph(NamedTuple):
+    """What replays a graph, the result that it writes, and the inputs that it reads."""
+
+    replay: Callable[[], None]
+    result: Any
+    inputs: tuple[Tensor, ...]
 
 
 class Graphs:
     """CUDA graphs of functions on one device, one for each key.
 
-    A key begins with the name of its part; those in `not_captured` run as they are.
+    A key is the name of a part of a step ("draft", "target", "verify", "step"), or a tuple that
+    begins with it. Functions of the parts in `not_captured` run as they are.
     """
 
     def __init__(self, device: torch.device, not_captured: Collection[str] = ()) -> None:
@@ -64,13 +74,11 @@ class Graphs:
         self.clear()
 
     def clear(self, version: int = 0) -> None:
-        """Forget every graph; the next ones are captured with memory of a sequence's `version`.
+        """Forget every graph: they hold addresses, and the sequence's memory has moved.
 
-        Of each graph are kept what replays it, its result, and the inputs that it reads.
+        `version`: the sequence's, which grows when its memory moves.
         """
-        self.graphs: OrderedDict[Hashable, tuple[Callable[[], None], Any, tuple[Tensor, ...]]] = (
-            OrderedDict()
-        )
+        self.graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self.version = version
         # one for each part: a part's graph may write where another's, of the same pool, reads
         self.pools: defaultdict[Hashable, Any] = defaultdict(torch.cuda.graph_pool_handle)
@@ -82,21 +90,25 @@ class Graphs:
         get_state: Callable[[], Sequence[Tensor]] = list,
         inputs: tuple[Tensor, ...] = (),
     ) -> T:
-        """`function(*inputs)`, replayed if `key` was called before."""
+        """`function(*inputs)`, captured at the first call with `key` and replayed at later ones.
+
+        `get_state` returns the tensors that the function changes, which a capture must restore. A
+        replay writes its result to the same tensors as the one before.
+        """
         if key not in self.graphs and self.may_capture(key):
             self._try_capture(key, function, get_state, inputs)
         if key not in self.graphs:
             return function(*inputs)
         self.graphs.move_to_end(key)
-        replay, result, captured_inputs = self.graphs[key]
-        for captured_input, tensor in zip(captured_inputs, inputs, strict=True):
+        graph = self.graphs[key]
+        for captured_input, tensor in zip(graph.inputs, inputs, strict=True):
             if captured_input is not tensor:
                 captured_input.copy_(tensor)
-        replay()
-        return result
+        graph.replay()
+        return graph.result
 
     def may_capture(self, key: Hashable) -> bool:
-        """True unless this part is excluded, or a capture of the key has failed."""
+        """True unless the key's part is excluded, or its captures have failed too often."""
         return _part_of(key) not in self.not_captured and self.failed[key] < MAX_CAPTURES
 
     def _try_capture(
@@ -106,7 +118,7 @@ class Graphs:
         get_state: Callable[[], Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Capture a function and keep its graph, in place of the oldest; else note it and warn."""
+        """Capture `function(*inputs)` and keep the graph; count a failure, and warn of the last."""
         try:
             replay, result = self.capture(_part_of(key), function, get_state(), inputs)
         except torch.OutOfMemoryError:
@@ -122,7 +134,7 @@ class Graphs:
                 self.warned.add(message)
                 warnings.warn(message, stacklevel=4)
             return
-        self.graphs[key] = replay, result, inputs
+        self.graphs[key] = CapturedGraph(replay, result, inputs)
         if len(self.graphs) > MAX_GRAPHS:
             part = _part_of(self.graphs.popitem(last=False)[0])
             if part not in map(_part_of, self.graphs):
@@ -139,7 +151,7 @@ class Graphs:
         state: Sequence[Tensor],
         inputs: tuple[Tensor, ...],
     ) -> tuple[Callable[[], None], Any]:
-        """Capture `function(*inputs)`; `state` is restored, also if this fails."""
+        """Capture `function(*inputs)`, restore `state`; returns what replays it, and the result."""
         with _capture_lock, torch.cuda.device(self.device):
             state_before = [tensor.clone() for tensor in state]
             caller_stream = torch.cuda.current_stream()
@@ -193,7 +205,7 @@ class Graphs:
 
 
 def _part_of(key: Hashable) -> Hashable:
-    """The name of the part that a key is of."""
+    """The name of a step's part with which a key begins."""
     return key[0] if isinstance(key, tuple) else key
 
 
@@ -211,8 +223,8 @@ def clear_workspaces() -> None:
 def waiting_is_an_error() -> Iterator[None]:
     """A context in which this thread must not wait for the device.
 
-    PyTorch notices operations that wait only for all threads at once, so it is told to warn: other
-    threads go on, and their warnings are dropped.
+    PyTorch can report waiting only for all threads at once. So it is told to warn: warnings of this
+    thread become a RuntimeError at the end, those of other threads are dropped.
     """
     own_thread, waits = threading.get_ident(), list[str]()
     mode = torch.cuda.get_sync_debug_mode()
@@ -222,7 +234,7 @@ def waiting_is_an_error() -> Iterator[None]:
         show = warnings.showwarning
 
         def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            """Take the place of `warnings.showwarning`."""
+            """Collect this thread's warnings of waiting, and show all others."""
             if not str(message).startswith(SYNCHRONIZING):
                 show(message, *args, **kwargs)
             elif threading.get_ident() == own_thread:
@@ -239,10 +251,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 def read_back(numbers: Tensor) -> Callable[[], list[int]]:
-    """Start copying `numbers` to the host; call the result to get them.
-
-    On CUDA nothing waits for the device before that call.
-    """
+    """Start to copy `numbers` to the host, which does not wait; call the result to get them."""
     if not numbers.is_cuda:
         return numbers.tolist
     host_numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

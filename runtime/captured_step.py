@@ -151,13 +151,13 @@ class CapturedStep(TreeStep):
     def part_seconds(self, sampling: Sampling) -> list[float]:
         """Of the last launch, the seconds of each draft pass, of the target's, and of the rest.
 
-        Empty where steps do not run in one call, which times its parts.
+        Empty unless the step runs as one compiled call, which takes these times.
         """
         compiled = self._compiled(sampling)
         return compiled.seconds(self.compiled_tree) if compiled else []
 
     def time_passes(self, sampling: Sampling, *, of_target: bool) -> list[float]:
-        """Run the target's pass or the draft's; the seconds of each, empty as above."""
+        """Seconds of the target's pass or of each draft pass; empty if steps are not compiled."""
         if compiled := self._compiled(sampling):
             if not of_target:
                 self.refill_random_numbers(sampling)
@@ -165,7 +165,7 @@ class CapturedStep(TreeStep):
         return []
 
     def _compiled(self, sampling: Sampling) -> Any:
-        """What runs whole steps with this sampling in one call; None if nothing does."""
+        """What runs a whole step with this sampling as one compiled call; None if nothing can."""
         step = self.models.step_for(self.max_rows)
         if step is None or not step.follows(sampling):
             return None
@@ -176,7 +176,7 @@ class CapturedStep(TreeStep):
         return step
 
     def _output(self, read_numbers: Callable[[], list[int]], length: int) -> StepOutput:
-        """The output of a step whose root was in slot `length`, once its numbers are there."""
+        """Wait for a step whose root is in slot `length`, and check what `commit` returned."""
         count, *numbers = read_numbers()
         self.models.check_files()  # before anyone gets tokens of changed weights
         if count < 0:
@@ -200,7 +200,7 @@ class CapturedStep(TreeStep):
         return StepOutput(path, tokens, self.tree, match_length, *rows)
 
     def run(self, extent: int, sampling: Sampling) -> Tensor:
-        """What a call returns; the next run overwrites that tensor."""
+        """Run the step whole or part by part; returns what `commit` does, until the next run."""
         graphs = self.models.graphs
         is_whole = graphs is None or graphs.may_capture(("step", self.tree, extent, sampling))
         if is_whole and not self.runs_by_parts:
@@ -238,7 +238,7 @@ class CapturedStep(TreeStep):
         *settings: Hashable,
         inputs: tuple[Tensor, ...] = (),
     ) -> T:
-        """`function(*inputs)`, as a CUDA graph where that is possible."""
+        """`function(*inputs)`, as a CUDA graph if possible: one for each part and `settings`."""
         graphs, sequence = self.models.graphs, self.sequence
         if graphs is None or (part == "draft" and sequence.path_logits):
             with one_thread_of_torch(self.target.traits.is_compiled):
@@ -253,11 +253,12 @@ def catch_up(
     drafter: Drafter, sequence: SequenceState, tree: TokenTree, length: int, extent: int,
     in_first_pass: bool,
 ) -> int:  # fmt: skip
-    """Let the draft read what it has not read, if a step with `tree` needs it or it is too much.
+    """Before a step with `tree`, let the draft read the committed tokens that it has not read.
 
-    Returns how many tokens are left to the step's own first pass, if that can read any number.
-    Afterwards, all that the step may accept without the draft counts as unread, until
-    `note_accepted` says what was accepted.
+    It does so if the step drafts, or if there would be more of them than it reads at once. With
+    `in_first_pass`, the step's own first draft pass reads them: returns how many those are, else 0.
+    `length`: the slot of the root. Afterwards `sequence.num_unread` counts all tokens that the step
+    may accept and the draft does not read; `note_accepted` takes off those that it did not accept.
     """
     num_passes, num_unread, num_left = tree.num_drafted_levels, sequence.num_unread, 0
     is_full = num_unread + tree.depth > CATCH_UP_TOKENS
@@ -273,7 +274,7 @@ def catch_up(
 
 
 def note_accepted(sequence: SequenceState, tree: TokenTree, path: Sequence[int]) -> None:
-    """Take off what the last step, with `tree`, did not accept; `path` has the accepted nodes."""
+    """Take off what the last step, with `tree`, did not accept; `path`: the nodes that it did."""
     num_unread = sequence.num_unread - (tree.depth - len(path))
     # no pass reads a leaf, also one above the last level
     ends_in_leaf = not tree.child_count[path[-1]]

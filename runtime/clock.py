@@ -37,29 +37,34 @@ def shape_of(tree: TokenTree) -> Shape:
 
 
 class Clock:
-    """Times the steps of a pair of models as texts take them, and none beside.
+    """Times the steps that texts take anyway, to correct the times that a plan has for trees.
 
-    `plain` is the logarithm of a plain step's seconds, `means` are those of the times of trees
-    over the planned, in plain steps.
+    A plain step has no tree, and is the unit in which plans give times. `plain_log` is the
+    logarithm of its seconds here. For each shape, `means` has the logarithm of measured over
+    planned time, and `counts` how many steps that mean counts. `plain_run` is the number of plain
+    steps in a row up to now, `since_plain` the planned time, in plain steps, since the last whole
+    run of them.
     """
 
     def __init__(self) -> None:
-        self.now, self.plain_run, self.plain = time.perf_counter, 0, 0.0
+        self.now, self.plain_run, self.plain_log = time.perf_counter, 0, 0.0
         self.last_mean, self.last_change, self.times_plain = 0.0, 0.0, False
         self.since_plain, self.has_warned = math.inf, False
         self.means = {PLAIN_SHAPE: 0.0}
         self.counts: defaultdict[Shape, float] = defaultdict(float)
 
     def measured(self, choices: Sequence[Choice], speed: float) -> Sequence[Choice]:
-        """The choices as measured; the last, plain steps, alone while those are to be timed.
+        """The choices with their costs and doubts as measured so far.
 
-        `speed`: tokens in the time of a plain step; a run of these costs `RUN * (1 - 1 / speed)`.
+        While plain steps are to be timed anew, only the last choice, which is the plain step.
+        `speed`: tokens that are generated in the time of a plain step.
         """
+        # a run of plain steps loses RUN * (1 - 1 / speed) of their time against trees
         self.times_plain |= self.since_plain * SHARE > RUN * (1.05 - 1 / speed)
         self.times_plain &= self.plain_run <= RUN
         if self.times_plain:
             return choices[-1:]
-        return [  # what was not timed differs from its plan as the last timed tree does
+        return [  # a tree that was not timed is off its plan as the last timed one is
             choice._replace(
                 cost=choice.cost * math.exp(self.means.get(shape, self.last_mean)),
                 doubt=DOUBT / (1 + self.counts[shape] ** 2),
@@ -69,7 +74,7 @@ class Clock:
         ]
 
     def note(self, choice: Choice, seconds: float) -> Choice:
-        """Count a step of these seconds; returns its measured choice with what it now costs."""
+        """Move the mean of a step's shape; returns the measured choice with what it now costs."""
         shape, seconds = shape_of(choice.tree), max(seconds, LEAST)
         is_plain = shape == PLAIN_SHAPE
         self.plain_run = self.plain_run + 1 if is_plain else 0
@@ -77,23 +82,24 @@ class Clock:
         if self.plain_run == 1:
             return choice  # it finds less of the weights in the processor's cache
         if not self.counts:
-            self.plain = math.log(seconds)
+            self.plain_log = math.log(seconds)
         count = self.counts[shape]
         is_known = self.plain_run > RUN if is_plain else count >= FIRST
-        change, last_change = math.log(seconds / choice.cost) - self.plain, self.last_change
+        # how far the step is off what was expected, as a logarithm
+        change, last_change = math.log(seconds / choice.cost) - self.plain_log, self.last_change
         self.last_change = change if is_known else 0.0
         fade = 1 - 1 / STALE
-        if min(abs(self.last_change), abs(last_change)) > SURPRISE:
+        if min(abs(self.last_change), abs(last_change)) > SURPRISE:  # the machine has changed
             fade, count = 1 / 2, min(count, 1.0)
         for other in self.counts:
             self.counts[other] *= fade
         if is_known:
             change = max(-MAX_CHANGE, min(change / min(1 + count, MEMORY), MAX_CHANGE))
-        elif change > 0:
+        elif change > 0:  # one of the first steps, of which the fastest counts
             change = 0.0 if is_plain else change / (1 + count)
         self.counts[shape] = count * fade + 1
         if is_plain:
-            self.plain += change
+            self.plain_log += change
             return choice
         self.means[shape] = self.last_mean = self.means.get(shape, self.last_mean) + change
         return choice._replace(cost=choice.cost * math.exp(change))

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
-from sequoia_plan.runtime.constraints.logits_processors import LogitsProcessors, split_at_warpers
+from sequoia_plan.runtime.constraints.logits_processors import Processor, path_logits_of
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.generation import (
+    Criterion,
     Ending,
     Generation,
     Session,
@@ -75,8 +76,8 @@ class SequoiaDecoder:
         draft: Any,
         tree: TokenTree,
         *,
-        tokenizer: Any = None,
-        draft_tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
         captured: bool | None = None,
     ) -> None:
         check_loaded(target, draft, tree)
@@ -96,7 +97,7 @@ class SequoiaDecoder:
         return decoder
 
     def _use(self, models: DecodingModels, tree: TokenTree) -> None:
-        """Decode with `tree`, and with the trees that take its place in other states of a text."""
+        """Decode with `tree`, its trees for longer texts and lookup matches, and smaller ones."""
         if any(t.looks_up for t in (tree, *tree.by_context.values())):
             raise SequoiaPlanError(
                 "tree: its spine is looked up; expected a tree for texts without a match, with "
@@ -105,14 +106,16 @@ class SequoiaDecoder:
         trees = set(tree.all_trees)
         # a step that is launched before the last one was read cannot depend on that
         is_read_first = len(trees) > 1 or models.graphs is None
-        is_fast = tree.plan.objective == "speed" and bool(tree.plan.plain_seconds)
-        self.chooses = is_fast and is_read_first
+        has_times = tree.plan.objective == "speed" and bool(tree.plan.plain_seconds)
+        self.chooses = has_times and is_read_first
         has_rungs = models.graphs is None  # else each is captured anew
-        self.choices = {
-            (start, m): choices_of(t, m, has_rungs) if self.chooses else [Choice(t.for_match(m))]
-            for start, t in {0: tree, **tree.by_context}.items()
-            for m in (*t.portfolio, *(part.match_length for part in t.plan.by_match))
-        }
+        self.choices: dict[tuple[int, int], list[Choice]] = {}  # by length and match length
+        for length, t in {0: tree, **tree.by_context}.items():
+            for match in (*t.portfolio, *(plan.match_length for plan in t.plan.by_match)):
+                choices = [Choice(t.for_match(match))]
+                if self.chooses:
+                    choices = choices_of(t, match, has_rungs)
+                self.choices[length, match] = choices
         trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}
@@ -136,8 +139,8 @@ class SequoiaDecoder:
         sampling: Sampling | None = None,
         attention_mask: Tensor | None = None,
         stop_strings: str | Sequence[str] | None = None,
-        stopping_criteria: Sequence[Callable[..., Any]] = (),
-        logits_processor: Sequence[Callable[..., Any]] = (),
+        stopping_criteria: Sequence[Criterion] = (),
+        logits_processor: Sequence[Processor] = (),
         constraint: Grammar | None = None,
         logprobs: int | None = None,
         output_logits: bool = False,
@@ -171,7 +174,7 @@ class SequoiaDecoder:
                 for every node of a tree, with the tokens before it. They come before `sampling`.
             constraint: a grammar that the new tokens follow.
             logprobs: return the log-probability of each new token, after processors and filters,
-                and those of so many most probable tokens at its place.
+                and those of so many most probable tokens there.
             output_logits: return the target's logits at each new token.
             output_scores: return them after processors, temperature and filters.
             reuse_prefix: do not read again what the decoder has last read, as far as the prompt
@@ -214,12 +217,12 @@ class SequoiaDecoder:
         elif streamer is not None:
             streamer.put(prompt[None].cpu())
         record = TokenRecord(sampling, logprobs, output_logits, output_scores)
-        path_logits = self._path_logits(logits_processor, constraint)
+        path_logits = path_logits_of(logits_processor, constraint, model.config.vocab_size)
         if path_logits:
             path_logits.begin(prompt_ids, ending.end_tokens)
         all_steps = self.steps(
             prompt, max_new_tokens, sampling, seed,
-            path_logits=path_logits, keeps_logits=bool(record.parts), reuse_prefix=reuse_prefix,
+            path_logits=path_logits, keeps_logits=bool(record.recorded), reuse_prefix=reuse_prefix,
             timed=timed,
         )  # fmt: skip
         with closing(all_steps) as steps:
@@ -247,13 +250,13 @@ class SequoiaDecoder:
         )  # fmt: skip
 
     def choices_at(self, length: int, match_length: int) -> list[Choice]:
-        """What the step after a text of so many tokens with such a match may take."""
-        reached = [key for key in self.choices if key[0] <= length and key[1] <= match_length]
+        """What a step may take after so many tokens, with a lookup match of so many."""
+        reached = [(n, m) for n, m in self.choices if n <= length and m <= match_length]
         return self.choices[max(reached)]
 
     def _compare_with_plan(self) -> None:
-        """Say so, once, if the plan's tree takes other times than planned, beside plain steps."""
-        choices = self.choices_at(*self.state[:2])
+        """Warn, once, if the plan's tree takes other times than planned, in plain steps."""
+        choices = self.choices_at(self.state.length, self.state.match_length)
         factor = math.exp(self.clock.means.get(shape_of(choices[0].tree), 0.0))
         if self.clock.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
             return
@@ -266,24 +269,13 @@ class SequoiaDecoder:
         )
 
     def refresh(self) -> None:
-        """Take the models' weights anew, after changes that leave no trace (through `.data`)."""
+        """Take the models' weights anew, after changes that PyTorch does not count (`.data`)."""
         for model in self.step.models.models:
             model.refresh()
 
     def start(self, prompt: Any = ()) -> Session:
         """A text that goes on: what the models have read of it is not read again."""
         return Session(self, prompt)
-
-    def _path_logits(
-        self, processors: Sequence[Callable[..., Any]], constraint: Grammar | None
-    ) -> PathLogits | None:
-        """What processes a text's logits, with a state of its own; None if nothing does."""
-        if not processors and constraint is None:
-            return None
-        halves = split_at_warpers(processors)
-        both, target_only = ([LogitsProcessors(half)] if half else [] for half in halves)
-        grammars = [] if constraint is None else [copy.copy(constraint)]
-        return PathLogits([*both, *grammars], target_only, self.step.target.config.vocab_size)
 
     def generate_each(
         self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.backends import loaded
@@ -26,7 +27,7 @@ MAX_TREE_NODES = 4096
 class DecodingModels:
     """A target and a drafter that decode one sequence with trees like `tree`.
 
-    `options` are those of `SequoiaDecoder`. Without a drafted tree, a draft is not used.
+    The arguments are those of `SequoiaDecoder`. If `tree` drafts nothing, neither does a draft.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class DecodingModels:
         target: Any,
         draft: Any,
         tree: TokenTree,
-        tokenizer: Any = None,
-        draft_tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
         captured: bool | None = None,
     ) -> None:
         self.target = loaded(target)
@@ -69,7 +70,7 @@ class DecodingModels:
         self.step_state: Any = None
 
     def step_for(self, rows: int) -> Any:
-        """What runs steps with passes of up to so many rows in one call; None if nothing does."""
+        """Compiled steps for passes of up to so many rows; None if a model is not compiled."""
         sequence, drafter = self.sequence, self.drafter
         if not all(model.traits.is_compiled for model in self.models):
             return None
@@ -108,8 +109,9 @@ class DecodingModels:
     ) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
-        What the models have read of the prompt is not read again, if the draft has settled all but
-        the last `unsettled` tokens; None reads everything. `prompt` int64 [n].
+        `prompt` int64 [n]; `max_size`: nodes of the largest tree. What the models have read of the
+        prompt is not read again, except by the draft the last `unsettled` tokens, which it may not
+        have read as it reads a prompt. With None, all is read.
         """
         self.check_unchanged()
         sequence, drafter = self.sequence, self.drafter
@@ -117,7 +119,7 @@ class DecodingModels:
             seed = int(self.target.backend.from_first(torch.randint((1 << 63) - 1, ())))
         sequence.generator.manual_seed(seed)
         settled = sequence.num_read - (unsettled or 0)
-        # a recurrent state cannot go back to where the texts part
+        # a recurrent state cannot go back to where the texts begin to differ
         reads_all = unsettled is None or self.target.traits.chains_only
         start = 0 if reads_all else sequence.num_shared(prompt[:-1])
         sequence.num_read = start
@@ -156,10 +158,7 @@ class DecodingModels:
         return self.drafter.vocabulary if self.drafter else MAX_TREE_NODES
 
     def check_prompt(self, prompt: Tensor) -> None:
-        """Check that the target has the prompt's tokens, and room for one more in its context.
-
-        `prompt` int64 [n].
-        """
+        """Check that the target has the prompt's tokens (int64 [n]), and room for one more."""
         lowest, highest = int(prompt.min()), int(prompt.max())
         count, context = self.target.num_embeddings, self.target.context
         if lowest < 0 or highest >= count:
@@ -208,7 +207,7 @@ class DecodingModels:
 
 
 def drafter_of(draft: Any, vocabulary: int, d2t: Tensor | None) -> Drafter:
-    """The drafter for a draft. `d2t` int64 [vocabulary]."""
+    """The drafter of the class that suits a draft. `vocabulary`, `d2t`: see `Drafter`."""
     drafter: Any = DFlashDrafter
     if isinstance(draft, LoadedModel):
         drafter = LanguageModelDrafter

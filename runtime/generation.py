@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import text_config, unwrapped
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.text import NewText, text_ids
 
-Criterion = Callable[..., Any]
+Criterion = Callable[[Tensor, None], Tensor | bool]
 """A stopping criterion of transformers."""
 WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep")
 """Inputs of a model's `forward` that are checked elsewhere, or do not change what is generated."""
@@ -73,26 +75,26 @@ class TokenRecord:
             *(("logits",) if output_logits else ()),
             *(("scores",) if output_scores else ()),
         ]
-        self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.recorded: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def add(self, tokens: Sequence[int], logits: Tensor | None, processed: Tensor | None) -> None:
-        """Take a step's tokens, and the rows of logits from their places on."""
+        """Take a step's tokens, and the target's logits at them, before and after processors."""
         if logits is None or processed is None or not tokens:
             return
         logits, scores = logits[: len(tokens)], self.sampling.scores(processed[: len(tokens)])
-        rows = {"logits": logits, "scores": scores}
+        values = {"logits": logits, "scores": scores}
         if self.num_top is not None:
             all_logprobs = scores.log_softmax(-1)
             index = torch.tensor(tokens, device=scores.device)[:, None]
-            rows["logprobs"] = all_logprobs.gather(1, index)[:, 0]
+            values["logprobs"] = all_logprobs.gather(1, index)[:, 0]
             top = all_logprobs.topk(min(self.num_top, all_logprobs.shape[1]))
-            rows["top_logprobs"], rows["top_tokens"] = top
-        for name, parts in self.parts.items():
-            parts.append(rows[name])
+            values["top_logprobs"], values["top_tokens"] = top
+        for name, by_step in self.recorded.items():
+            by_step.append(values[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """What was asked for, by its name in `Generation`."""
-        return {name: torch.cat(parts) for name, parts in self.parts.items() if parts}
+        return {name: torch.cat(by_step) for name, by_step in self.recorded.items() if by_step}
 
 
 class Ending:
@@ -117,7 +119,7 @@ class Ending:
         self.reason_at_max_length = "length" if max_tokens <= max_tokens_in_context else "context"
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """Cut a step's tokens off where the generation ends."""
+        """A step's tokens up to where the generation ends, and why it ends; "" if it goes on."""
         for count, token in enumerate(tokens, 1):
             self.sequence.append(token)
             self.known += self.text.add([token]) if self.text else ""
@@ -155,7 +157,7 @@ class Session:
         """Add text or token ids; they are read when the text is continued."""
         tokenizer = self.decoder.tokenizer
         if isinstance(prompt, str) and tokenizer is not None and self.ids:
-            # it begins no text, where many tokenizers put a space
+            # many tokenizers put a space where a text begins, which this prompt does not
             space = " " * "".join(tokenizer.tokenize("a")).startswith("▁")
             prompt = tokenizer(prompt.removeprefix(space), add_special_tokens=False)
         self.ids += read_prompt(prompt, tokenizer, None, self.decoder.step.target).tolist()
@@ -173,7 +175,7 @@ class Session:
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: int | None = None) -> int | None:
-    """A whole number or None, which each argument gives a meaning of its own."""
+    """An argument as a whole number from `least` to `most`, or None; else ArgumentError."""
     if value is None:
         return None
     with suppress(TypeError):
@@ -184,7 +186,11 @@ def whole_number(name: str, value: Any, least: int = 0, most: int | None = None)
     raise ArgumentError(f"{name}: found {value!r:.60}, expected a whole number {limits}, or None")
 
 
-def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = None) -> set[int]:
+def end_tokens(
+    eos: int | Iterable[int] | None,
+    model: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> set[int]:
     """The tokens that end a text: `eos`, else those of the generation config or tokenizer."""
     if eos is None:
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -196,8 +202,16 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
     return {operator.index(token) for token in tokens}
 
 
-def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, model: Any) -> Tensor:
-    """int64 [n] from text, token ids [n] or [1, n], or what a tokenizer returns."""
+def read_prompt(
+    prompt: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    attention_mask: Tensor | None,
+    model: LoadedModel,
+) -> Tensor:
+    """The prompt as int64 [n], from text, token ids [n] or [1, n], or what a tokenizer returns.
+
+    Raises ArgumentError or SequoiaPlanError for anything else, and for masks that hide tokens.
+    """
     masks, other_inputs = [attention_mask], {}
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -231,7 +245,7 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
             f"input_ids: found {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}, expected "
             "whole numbers, [tokens] or [1, tokens]; generate_each takes several prompts"
         )
-    for entries in (_values(mask) for mask in masks if mask is not None):
+    for entries in (_entries(mask) for mask in masks if mask is not None):
         if len(entries) != ids.numel() or not all(entries):
             raise SequoiaPlanError(
                 f"attention_mask: found {len(entries)} entries, {entries.count(0)} of them hide "
@@ -242,8 +256,10 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
     return ids.reshape(-1).long()
 
 
-def stop_list(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[str]:
-    """Stop strings as a list; ArgumentError if one is none, or nothing reads text."""
+def stop_list(
+    stop_strings: str | Sequence[str] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> list[str]:
+    """Stop strings as a list; ArgumentError if one is no text or there is no tokenizer."""
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
     if not all(isinstance(text, str) and text for text in strings):
         raise ArgumentError(
@@ -271,10 +287,10 @@ def check_loaded(target: Any, draft: Any, tree: Any) -> None:
         )
 
 
-def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) -> None:
-    """Refuse inputs of a model that decoding with a tree would ignore."""
+def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: LoadedModel) -> None:
+    """Raise ArgumentError for a model's input that decoding with a tree would ignore."""
     module = unwrapped(model.module)
-    taken = inspect.signature(module.forward).parameters if module is not None else {}
+    accepted = inspect.signature(module.forward).parameters if module is not None else {}
     for name, value in inputs.items():
         if value is None or name in WITHOUT_EFFECT:
             continue
@@ -285,9 +301,10 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) 
             is_ignored = not hasattr(value, "get_seq_length") or bool(value.get_seq_length())
         elif name.endswith("token_type_ids"):  # multimodal models mark text by 0
             is_multimodal = module is not None and text_config(module) is not module.config
-            is_ignored = any(_values(value)) or (name in taken and not is_multimodal)
+            is_ignored = any(_entries(value)) or (name in accepted and not is_multimodal)
         else:
-            is_ignored = isinstance(value, Tensor) and (name in taken or name.endswith("_embeds"))
+            is_input = name in accepted or name.endswith("_embeds")
+            is_ignored = isinstance(value, Tensor) and is_input
         if is_ignored:  # it may be `position_ids`, which transformers makes of an attention mask
             raise ArgumentError(
                 f"{name}: found {value!s:.60}, expected none, because decoding with a token tree "
@@ -296,6 +313,6 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Any) 
             )
 
 
-def _values(numbers: Any) -> list[Any]:
+def _entries(numbers: Any) -> list[Any]:
     """The entries of a tensor, an array or nested lists, one after the other."""
     return torch.as_tensor(numbers).flatten().tolist()

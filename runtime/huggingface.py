@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -18,7 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.forks import renewed_in_forks
 from sequoia_plan.runtime.constraints.grammar import Grammar
-from sequoia_plan.runtime.constraints.logits_processors import split_at_warpers
+from sequoia_plan.runtime.constraints.logits_processors import Processor, split_at_warpers
 from sequoia_plan.runtime.decoder import SequoiaDecoder
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 
@@ -34,9 +35,9 @@ _decoder_lock = renewed_in_forks(threading.Lock())
 
 
 def sequoia(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: Sequence[Any] | None = None,
+    logits_processor: Sequence[Processor] | None = None,
     stopping_criteria: Sequence[Any] | None = None,
     generation_config: GenerationConfig | None = None,
     *,
@@ -68,7 +69,7 @@ def sequoia(
     config = generation_config or model.generation_config
     decoder = _decoder_of(model, draft, tree)
     verifier = verifier_of(decoder.step.tree)
-    sampling, processors = _sampling_of(config, logits_processor or (), verifier)
+    sampling, own_processors = _sampling_of(config, logits_processor or (), verifier)
     # the decoder itself ends at these two, with the user's values where there are any
     criteria = list(stopping_criteria or ())
     lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
@@ -93,7 +94,7 @@ def sequoia(
         stopping_criteria=[
             c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
         ],
-        logits_processor=processors,
+        logits_processor=own_processors,
         constraint=constraint,
         output_logits=config.output_logits,
         output_scores=config.output_scores,
@@ -117,38 +118,38 @@ def sequoia(
 
 
 def _sampling_of(
-    config: GenerationConfig, given: Sequence[Any], verifier: str
-) -> tuple[Sampling, list[Any]]:
-    """The sampling settings, and the processors that run before them.
+    config: GenerationConfig, given: Sequence[Processor], verifier: str
+) -> tuple[Sampling, list[Processor]]:
+    """The sampling settings, and the processors of `given` that run before them.
 
-    Where warpers are other than `Sampling` has them, all run as processors.
+    Where warpers are other than the config's settings, all run as processors.
     """
     sampling = Sampling.from_generation_config(config, verifier, has_processors=True)
     given = [_with_own_padding(processor) for processor in given]
     if not config.output_scores:  # it changes scores alone, not probabilities
         given = [p for p in given if type(p) is not processors.LogitNormalization]
-    others, warpers = split_at_warpers(given)
+    before_warpers, warpers = split_at_warpers(given)
     names = [SETTING_OF_PROCESSOR.get(type(warper), "") for warper in warpers]
-    are_the_configs = len(set(names)) == len(names) and all(
+    are_from_config = len(set(names)) == len(names) and all(
         name and getattr(warper, name) == getattr(config, name)
         for name, warper in zip(names, warpers, strict=True)
     )
-    if are_the_configs:
-        return sampling, others
+    if are_from_config:
+        return sampling, before_warpers
     if sampling.greedy:
         return sampling, given
     return Sampling(1.0, draft_temperature=sampling.temperature, verifier=verifier), given
 
 
-def _with_own_padding(processor: Any) -> Any:
-    """A processor that has the padding of a batch of one, which is 0, for batches of any size."""
+def _with_own_padding(processor: Any) -> Processor:
+    """A processor made for a batch of one, whose padding is a tensor [1], for any batch."""
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = int(processor.prompt_ignore_length)
     return processor
 
 
-def _decoder_of(model: Any, draft: Any, tree: Any) -> SequoiaDecoder:
+def _decoder_of(model: PreTrainedModel, draft: Any, tree: Any) -> SequoiaDecoder:
     """The decoder that the model keeps, if it fits the arguments; else a new one."""
     with _decoder_lock:
         kept_draft, kept_tree, decoder = model.__dict__.get("_sequoia_decoder", (None,) * 3)

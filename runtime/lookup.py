@@ -24,7 +24,7 @@ class Lookup(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree) -> Lookup | None:
-        """What `tree` and the trees in its place need; None without trees by match."""
+        """What lookup needs for `tree` and its trees by match and context; None without any."""
         matches = [length for t in (tree, *tree.by_context.values()) for length in t.by_match]
         if not matches:
             return None
@@ -35,9 +35,10 @@ class Lookup(NamedTuple):
 def look_up(
     tokens: Tensor, length: Tensor, max_match: int, chain_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Find the match of a text, and its lookup chain.
+    """Find a text's longest suffix that occurs earlier in it, and what followed it last.
 
-    `tokens` int64 [capacity]; `length` int64 [1]; returns int64 [1].
+    `tokens` int64 [capacity]; `length` int64 [1], the slot of the last token. Returns the suffix's
+    length, int64 [1], and int64 [chain_length], repeated where the text ends.
     """
     capacity = tokens.numel()
     slots = torch.arange(capacity, device=tokens.device)

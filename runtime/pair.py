@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.processor import usable_cores
@@ -65,9 +66,9 @@ class Pair:
         remarks: what a user should know about the models, a sentence each.
     """
 
-    target: Any
+    target: LoadedModel
     draft: Any
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
     placement: str = RESIDENT
     remarks: tuple[str, ...] = ()
@@ -165,9 +166,9 @@ def load_pair(
 def add_draft(
     pair: Pair, draft: str | None, how: Loading, target_source: str | None = None
 ) -> Pair:
-    """The pair with the draft of this name; its metadata has the draft's name.
+    """The pair with a draft loaded as `load_pair` describes; its metadata has the draft's name.
 
-    `target_source` names the target, of which "int8" is a copy.
+    `target_source`: the `target` of `load_pair`, of which "int8" is a copy.
     """
     if draft == NO_DRAFT:
         return pair
@@ -198,7 +199,8 @@ def add_draft(
         dtype = "auto" if keeps_bits else how.dtype  # no text depends on a draft's bits
         model = backends.load_model(source, replace(how, dtype=dtype, bits=None))
         vocabulary, d2t = shared_vocabulary(target, model, common_tokens(target, model))
-        if model.vocabulary != target.vocabulary:  # the decoder compares no tokenizers
+        # the decoder gets no draft tokenizer to compare, so the tokens in common are noted here
+        if model.vocabulary != target.vocabulary:
             model.d2t = torch.arange(vocabulary, device=model.device) if d2t is None else d2t
         remarks += model.remarks
     return replace(
@@ -219,9 +221,9 @@ def save_model(pair: Pair, role: str, folder: str | Path) -> None:
 
 
 def _draft_of(target: LoadedModel, source: str | None) -> str:
-    """The embedded draft that was made for a target; ArgumentError if there is none."""
-    content = target.metadata() if source else {}
-    draft = DRAFT_OF_FILE.get(f"{content.get('digest')}{content.get('content')}")
+    """The name of the embedded draft that was made for a target; ArgumentError without any."""
+    metadata = target.metadata() if source else {}
+    draft = DRAFT_OF_FILE.get(f"{metadata.get('digest')}{metadata.get('content')}")
     if source and draft is None:
         raise ArgumentError(f"target {source}: {NAME_A_DRAFT}")
     return draft or DEFAULT_DRAFT
@@ -302,11 +304,10 @@ def _cost_of_rounding(pair: Pair, target: str | None, how: Loading) -> str:
     divergences, agreements = [], []
     for prompt in load(BUILT_IN)[:ROUNDING_TEXTS]:
         tokens = torch.tensor(text_ids(pair.tokenizer, str(prompt.text)))
-        places, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
-        logits = pair.target.read_text(cache, tokens, places, len(tokens)).logits
-        expected, rounded = (
-            x.double().log_softmax(-1) for x in (exact(tokens[None]).logits[0], logits)
-        )
+        slots, cache = torch.arange(len(tokens)), pair.target.new_cache(len(tokens))
+        logits = pair.target.read_text(cache, tokens, slots, len(tokens)).logits
+        rounded = logits.double().log_softmax(-1)
+        expected = exact(tokens[None]).logits[0].double().log_softmax(-1)
         divergences.append((expected.exp() * (expected - rounded)).sum(-1))
         agreements.append(expected.argmax(-1) == rounded.argmax(-1))
     agreement = torch.cat(agreements).double()

@@ -106,7 +106,7 @@ class SequenceState:
         self.version += 1
 
     def take(self, tokens: Tensor, target: TreeCache, draft: TreeCache, count: int) -> None:
-        """Take over `count` slots of a sequence's tokens and caches as read; none if it cannot."""
+        """Copy what another sequence read, `count` slots; none if a cache has no memory yet."""
         for own, other in ((self.target, target), (self.draft, draft)):
             if len(own.blocks) < len(other.blocks):
                 count = 0  # its memory is allocated by the first pass
@@ -117,22 +117,22 @@ class SequenceState:
         self.num_read = count
 
     def forget(self) -> None:
-        """Let the next text have new memory: what there is may be incomplete or not finite."""
+        """Let the next text get new memory: what is in the caches may be incomplete or NaN."""
         self.tokens, self.num_read = self.tokens[:0], 0
 
     @torch.inference_mode(False)
     def reserve_rows(
         self, name: str, count: int, width: tuple[int, ...] = (), dtype: torch.dtype | None = None
     ) -> None:
-        """Let the tensor of this name have so many rows; if it grows, it at least doubles."""
+        """Let the tensor `name` have `count` rows or more; if it grows, it at least doubles."""
         tensor = getattr(self, name)
         if len(tensor) < count:
             shape = (max(count, 2 * len(tensor)), *width)
             setattr(self, name, tensor.new_zeros(shape, dtype=dtype))
-            self.version += len(tensor) > 0  # no graph has read memory that was not there
+            self.version += len(tensor) > 0  # no graph holds the address of empty memory
 
     def num_shared(self, tokens: Tensor) -> int:
-        """How many of `tokens` (int64 [n]) are those that the target has read first."""
+        """How many of the first of `tokens` (int64 [n]) the target has read, in the same slots."""
         count = min(self.num_read, tokens.numel())
         differs = self.tokens[:count] != tokens[:count]
         return int(differs.byte().argmax()) if bool(differs.any()) else count
@@ -153,6 +153,6 @@ class SequenceState:
         return [self.tokens, self.length, self.lookup_chain, *caches]
 
     def note_weight_memory(self, memory: Any) -> None:
-        """Record where the models' weights are."""
+        """Record the addresses of the models' weights; a change is a new `version`."""
         self.version += self.weight_memory not in (None, memory)  # 1 if they moved
         self.weight_memory = memory

@@ -64,23 +64,23 @@ class TreeStep:
             chain = sequence.lookup_chain[: spine.numel()]
             sequence.tokens.index_copy_(0, sequence.length + spine, chain)
         empty = sequence.tokens[:0]  # on the right device
-        nothing = DraftedTree(empty, empty)
+        nothing_drawn = DraftedTree(empty, empty)
         if not self.drafter or not self.passes:
-            return nothing
+            return nothing_drawn
         probs, drawn = self.run_passes(self.drafter, extent, sampling)
         if self.target.traits.is_split:
             slots = sequence.length + self.tensors.nodes
             tokens = self.target.backend.from_first(sequence.tokens[slots])
             sequence.tokens.index_copy_(0, slots, tokens)
-        return DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else nothing
+        return DraftedTree(torch.cat(probs), torch.cat(drawn)) if probs else nothing_drawn
 
     def run_passes(
         self, drafter: Drafter, extent: int, sampling: Sampling
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run each draft pass, and draw the children from its logits.
+        """Run each draft pass, and draw the children from its logits into the sequence.
 
-        No pass reads the last level. Tokens that are looked up are in the sequence before. The
-        results are those of `DraftedTree`, pass by pass; none if greedy.
+        Returns the draft's probabilities and the drawn tokens of each pass, as in `DraftedTree`;
+        none if greedy. Looked-up tokens are in the sequence before.
         """
         sequence, passes = self.sequence, self.passes
         columns = self.tensors.columns(sequence.length, extent)
@@ -102,29 +102,29 @@ class TreeStep:
             probs.append(pass_probs)
             # so that all passes have as many columns
             padding = self.branching - draft_pass.max_children
-            columns_by_rank = torch.nn.functional.pad(children, (0, padding))
+            tokens_by_rank = torch.nn.functional.pad(children, (0, padding))
             if draft_pass.looked_up is not None:  # the draws are children from the second on
                 rows = draft_pass.looked_up[0]
-                columns_by_rank[rows, 1:] = columns_by_rank[rows, :-1]
-            drawn.append(columns_by_rank)
+                tokens_by_rank[rows, 1:] = tokens_by_rank[rows, :-1]
+            drawn.append(tokens_by_rank)
         if largest_logits:
             sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
         return probs, drawn
 
     def process_draft(self, nodes: Sequence[int], logits: Tensor, d2t: Tensor | None) -> Tensor:
-        """The draft's logits after nodes, as the text's logits processors change them."""
+        """The draft's logits after `nodes`, as the text's logits processors change them."""
         if not self.sequence.path_logits:
             return logits
         return self.sequence.path_logits.of_draft(self.paths(nodes), logits, d2t)
 
     def process_target(self, logits: Tensor) -> Tensor:
-        """The target's logits after all nodes, as the text's logits processors change them."""
+        """The target's logits [size, vocabulary], as the text's logits processors change them."""
         if not self.sequence.path_logits:
             return logits
         return self.sequence.path_logits.of_target(self.paths(range(self.tree.size)), logits)
 
     def paths(self, nodes: Iterable[int]) -> list[Path]:
-        """The tokens on the paths of nodes, which the host reads."""
+        """Of each node, the tokens from below the root to it; the host reads them."""
         tokens = self.sequence.tokens[self.sequence.length + self.tensors.nodes]
         return paths_of(tokens.tolist(), self.tree.parents.tolist(), nodes)
 
@@ -170,10 +170,10 @@ class TreeStep:
         """
         sequence, length = self.sequence, self.sequence.length
         slots = length + accepted.path
-        places = self.tensors.nodes[: self.tree.depth]  # 0, 1, ..., depth - 1
+        levels = self.tensors.nodes[: self.tree.depth]  # 0, 1, ..., depth - 1
         # the root was committed before: the step adds the tokens after it, and the bonus token
         next_on_path = sequence.tokens[slots].roll(-1)
-        added = torch.where(places == accepted.count - 1, accepted.bonus, next_on_path)
+        added = torch.where(levels == accepted.count - 1, accepted.bonus, next_on_path)
         sequence.target.commit(slots, length)
         if self.tree.size > 1:
             sequence.target.roll_back(accepted.count)
@@ -181,7 +181,7 @@ class TreeStep:
         if self.drafter and (self.passes or self.alternates):
             self.drafter.commit(sequence, accepted.path)
             count = count.where(sequence.draft.finite, DRAFT_NOT_FINITE)
-        sequence.tokens.index_copy_(0, length + 1 + places, added)
+        sequence.tokens.index_copy_(0, length + 1 + levels, added)
         length += accepted.count
         count = count.where(sequence.target.finite, TARGET_NOT_FINITE)
         match_length = [self.look_up()] if self.lookup else []
@@ -196,12 +196,12 @@ class TreeStep:
         return match_length
 
     def bits_per_parent(self, sampling: Sampling) -> int:
-        """How many random numbers drawing one node's children takes; none if greedy."""
+        """How many random numbers it takes to draw the children of one node; 0 if greedy."""
         if not self.drafter:
             return 0
         return sampling.drawing_on(self.device).columns(self.drafter.vocabulary, self.branching)
 
     def random_bits(self, sampling: Sampling) -> Tensor:
-        """int32 [parents, numbers for each]: this step's random numbers."""
+        """int32 [nodes with drafted children, numbers for each]: this step's random numbers."""
         columns = self.bits_per_parent(sampling)
         return self.sequence.bits[: self.num_parents * columns].view(self.num_parents, columns)

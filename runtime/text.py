@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text, without the tokenizer's BOS if the text has its own."""
     ids, begin = tokenizer(text)["input_ids"], tokenizer("")["input_ids"][:1]
     return list(ids[1:] if ids[:2] == begin * 2 else ids)
@@ -23,20 +23,21 @@ class TextBefore:
         self.strings, self.waiting, self.found = strings, "", ""
 
     def add(self, text: str) -> str:
-        """The text that is known to come before; the same however much text comes at once."""
+        """Add text; returns what is new of the text known to come before the strings."""
         if self.found:
             return ""
         text = self.waiting + text
         # of strings that end at one place, the longest
-        ends = [(text.find(s) + len(s), -len(s), s) for s in self.strings if s in text]
-        if ends:
-            end, length, self.found = min(ends)
+        found = [string for string in self.strings if string in text]
+        if found:
+            ends = [(text.find(string) + len(string), -len(string), string) for string in found]
+            end, minus_length, self.found = min(ends)
             self.waiting = ""
-            return text[: end + length]
+            return text[: end + minus_length]
         begun = (n for s in self.strings for n in range(len(s)) if text.endswith(s[:n]))
-        length = len(text) - max(begun, default=0)
-        self.waiting = text[length:]
-        return text[:length]
+        num_known = len(text) - max(begun, default=0)
+        self.waiting = text[num_known:]
+        return text[:num_known]
 
 
 class NewText:
@@ -46,7 +47,7 @@ class NewText:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], options: dict[str, Any],
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], options: dict[str, Any],
         stops: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.tokenizer, self.options, self.waiting = tokenizer, options, list[int]()
@@ -55,7 +56,7 @@ class NewText:
         self.before = TextBefore(stops)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that is known with these tokens."""
+        """Add tokens; returns the text that is known with them and was not before."""
         whole = ""
         for token in tokens:
             self.waiting.append(token)
@@ -68,13 +69,12 @@ class NewText:
         return self.before.waiting + self._decoded()
 
     def _decoded(self) -> str:
-        """The text of the tokens that wait, as it is after others.
+        """The text of the waiting tokens as it is within a text: that of the second of two copies.
 
         Many decoders drop a space where a text begins.
         """
-        once, twice = (
-            self.tokenizer.decode(self.waiting * times, **self.options) for times in (1, 2)
-        )
+        once = self.tokenizer.decode(self.waiting, **self.options)
+        twice = self.tokenizer.decode(self.waiting * 2, **self.options)
         return twice[len(once) :]
 
 

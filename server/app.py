@@ -54,12 +54,12 @@ def app_of(server: Server, cors: str | None = None) -> Starlette:
     pool, bodies = ThreadPoolExecutor(1), asyncio.Semaphore(MAX_BODIES)
 
     async def prepared(http: HttpRequest, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function makes of a request, beside the thread of the connections."""
+        """What `function` makes of a request's fields; it runs beside the thread of connections."""
         body = bytearray()
         try:
             async with bodies, asyncio.timeout(BODY_SECONDS):
-                async for part in http.stream():
-                    body += part
+                async for chunk in http.stream():
+                    body += chunk
                     if len(body) > MAX_BODY:
                         raise HTTPException(413, f"body: more than {MAX_BODY} bytes")
         except TimeoutError as error:
@@ -68,7 +68,7 @@ def app_of(server: Server, cors: str | None = None) -> Starlette:
         return await loop.run_in_executor(pool, lambda: function(*arguments, read(body)))
 
     async def answer(http: HttpRequest) -> Response:
-        """Answer a request."""
+        """The answer to any request: a text, JSON, or a stream of events."""
         path, worker = http.url.path, server.worker
         given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if path != "/health" and server.key and not hmac.compare_digest(given, server.key.encode()):
@@ -77,7 +77,7 @@ def app_of(server: Server, cors: str | None = None) -> Starlette:
             raise HTTPException(503, "Loading model")
         if http.method == "GET":
             return about(path, worker)
-        if path not in SHAPES:
+        if path not in SHAPES:  # one of TEXTS
             return JSONResponse(await prepared(http, text_of, path, worker))
         events, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
 
@@ -108,7 +108,7 @@ def app_of(server: Server, cors: str | None = None) -> Starlette:
 
 
 def take(event: Any) -> Choice:
-    """The choice of an event that a job has emitted, up to date; raises an error that it is."""
+    """The choice of an event that a job emitted, with what is new in it; raises an error."""
     if isinstance(event, Exception):
         raise event
     choice, choice.text, choice.result = event
@@ -116,7 +116,7 @@ def take(event: Any) -> Choice:
 
 
 async def stream(texts: Answer, events: asyncio.Queue[Any]) -> AsyncIterator[str]:
-    """The events of a stream, and comments while there are none."""
+    """The events of a stream as text, and comments while there are none."""
     job = texts.job
     try:
         while True:
@@ -140,12 +140,12 @@ async def stream(texts: Answer, events: asyncio.Queue[Any]) -> AsyncIterator[str
 
 
 def line(value: Json) -> str:
-    """An event of a stream."""
+    """A value as one event of a stream."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def about(path: str, worker: Worker) -> Response:
-    """What the server says of itself and of its model."""
+    """The answer to a GET: the server's state, models, settings or counts."""
     target, template = worker.pair.target, getattr(worker.pair.tokenizer, "chat_template", "")
     if path == "/metrics":
         totals = worker.totals.copy()
@@ -164,7 +164,7 @@ def about(path: str, worker: Worker) -> Response:
 
 
 def text_of(path: str, worker: Worker, request: Request) -> Json:
-    """Text as token ids, token ids as text, or a conversation as text."""
+    """Tokens of a text, text of tokens, or a conversation as text, by the path."""
     tokenizer = worker.pair.tokenizer
     if path == "/apply-template":
         return {"prompt": conversation(tokenizer, request)}
@@ -179,14 +179,14 @@ def job_of(path: str, server: Server, emit: Callable[[Any], object], request: Re
     """The job of a request; ArgumentError if a value is wrong."""
     worker: Any = server.worker
     tokenizer, target = worker.pair.tokenizer, worker.pair.target
-    text, prefix = request.prompt, str(request.prompt)
+    text, own_text = request.prompt, str(request.prompt)
     if SHAPES[path] == CHAT:
         text = conversation(tokenizer, request)
     elif path == "/infill":
-        before, files = request.input_prefix + prefix, request.input_extra
-        text = infill(tokenizer, before, request.input_suffix, files)
+        prefix = request.input_prefix + own_text
+        text = infill(tokenizer, prefix, request.input_suffix, request.input_extra)
     elif request.suffix is not None:
-        text = infill(tokenizer, prefix, request.suffix, None)
+        text = infill(tokenizer, own_text, request.suffix, None)
     prompts = prompts_of(tokenizer, text)
     for prompt in prompts:
         check(prompt, target.context, target.num_embeddings)
@@ -195,14 +195,14 @@ def job_of(path: str, server: Server, emit: Callable[[Any], object], request: Re
     stop_list(request.stop, tokenizer)
     limits = request.max_completion_tokens, request.max_tokens, request.n_predict
     limit = max(limits) if max(limits) >= 0 else server.max_tokens
-    texts = [prompt for prompt in prompts for _ in range(request.n)]
-    choices = [Choice(*numbered) for numbered in enumerate(texts)]
+    repeated = [prompt for prompt in prompts for _ in range(request.n)]
+    choices = [Choice(index, prompt) for index, prompt in enumerate(repeated)]
     sampling = request.sampling(worker.sampling)
     return Job(request, choices, limit, sampling, request.constraint(tokenizer), emit)
 
 
 def check(tokens: Any, context: int, size: int) -> None:
-    """Raise ArgumentError if token ids are none that the model reads, or too many."""
+    """Raise ArgumentError if token ids are not 0 to `size` - 1, or too many for `context`."""
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         raise ArgumentError(f"prompt: found {tokens!r:.60}, expected a text or token ids")
     if not 0 < len(tokens) < context:
@@ -215,7 +215,7 @@ def check(tokens: Any, context: int, size: int) -> None:
 
 
 def error_of(error: Any) -> Json:
-    """OpenAI's error object."""
+    """OpenAI's error object for an exception; its code is the HTTP status."""
     status = getattr(error, "status_code", 400 if isinstance(error, ArgumentError) else 503)
     message = getattr(error, "detail", str(error))
     kind = "invalid_request_error" if status < 500 else "server_error"

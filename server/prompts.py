@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.text import text_ids
 from sequoia_plan.server.requests import Json, Request
@@ -20,7 +22,7 @@ MARKERS = (
 before a prefix, before a suffix, and before the text between them."""
 
 
-def conversation(tokenizer: Any, request: Request) -> str:
+def conversation(tokenizer: PreTrainedTokenizerBase, request: Request) -> str:
     """The messages in the model's chat template; ArgumentError if it does not take them."""
     messages = request.messages
     try:
@@ -41,23 +43,25 @@ def conversation(tokenizer: Any, request: Request) -> str:
         ) from error
 
 
-def prompts_of(tokenizer: Any, prompt: str | Sequence[Any]) -> list[list[int]]:
-    """The token ids of one prompt or of several, each a text or token ids."""
+def prompts_of(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Any]) -> list[list[int]]:
+    """The token ids of one prompt or of several, each of which is a text or token ids."""
     is_one = isinstance(prompt, str) or {*map(type, prompt)} <= {int}
     prompts: Sequence[Any] = [prompt] if is_one else prompt
     return [text_ids(tokenizer, each) if isinstance(each, str) else each for each in prompts]
 
 
-def infill(tokenizer: Any, prefix: str, suffix: str, files: Sequence[Json] | None) -> str:
-    """The text before what is between a prefix and a suffix, with parts of other files."""
+def infill(
+    tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str, files: Sequence[Json] | None
+) -> str:
+    """A prompt for the text between a prefix and a suffix, with other files if not None."""
     vocabulary = tokenizer.get_vocab()
     for repository, name, own, *markers in MARKERS:
         if markers[0] in vocabulary:
-            before, after, between = markers
-            parts = [
+            before_prefix, before_suffix, before_middle = markers
+            other_files = [
                 f"{name}{file.get('filename', 'tmp')}\n{file.get('text', '')}"
                 for file in files or ()
             ]
-            begin = [] if files is None else [repository, *parts, own]
-            return "".join([*begin, before, prefix, after, suffix, between])
+            begin = [] if files is None else [repository, *other_files, own]
+            return "".join([*begin, before_prefix, prefix, before_suffix, suffix, before_middle])
     raise ArgumentError("suffix: the model has no markers for a place between texts; take a coder")

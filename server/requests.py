@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from torch import Tensor, bincount
+from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process
 
 from sequoia_plan.artifacts import ArgumentError
@@ -75,7 +76,7 @@ class Request(msgspec.Struct):
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         return replace(default, **given)
 
-    def constraint(self, tokenizer: Any) -> Grammar | None:
+    def constraint(self, tokenizer: PreTrainedTokenizerBase) -> Grammar | None:
         """The grammar that the text follows; ArgumentError if it cannot be compiled."""
         schema, form = self.json_schema, self.response_format
         if form.type != "text":
@@ -84,7 +85,7 @@ class Request(msgspec.Struct):
         return Grammar(tokenizer, **sources) if any(sources.values()) else None
 
     def deep_lines(self, text: str) -> str:
-        """A text up to its first new line that is indented by less than `n_indent`."""
+        """A text up to the first new line that is indented by less than `n_indent` characters."""
         found = re.search(rf"\n[ \t]{{,{self.n_indent - 1}}}\S", text) if self.n_indent else None
         return text[: found.end() - 1] if found else text
 
@@ -92,17 +93,20 @@ class Request(msgspec.Struct):
         """Logits processors for penalties and biases, after a prompt of so many tokens."""
 
         def penalise(ids: Tensor, scores: Tensor) -> Tensor:
-            """OpenAI's penalties for tokens that the new text has: once, and for each time."""
+            """Lower the scores of tokens in the new text, once and for each time (OpenAI)."""
             counts = bincount(ids[0, length:], minlength=scores.shape[1])
             return scores - self.frequency_penalty * counts - self.presence_penalty * counts.sign()
 
         biases = {(token,): float(bias) for token, bias in dict(self.logit_bias).items()}
         repeat = logits_process.RepetitionPenaltyLogitsProcessor(float(self.repeat_penalty))
-        return [
-            *[repeat] * (self.repeat_penalty != 1),
-            *[penalise] * bool(self.presence_penalty or self.frequency_penalty),
-            *([logits_process.SequenceBiasLogitsProcessor(biases)] if biases else ()),
-        ]
+        processors: list[Callable[..., Tensor]] = []
+        if self.repeat_penalty != 1:
+            processors.append(repeat)
+        if self.presence_penalty or self.frequency_penalty:
+            processors.append(penalise)
+        if biases:
+            processors.append(logits_process.SequenceBiasLogitsProcessor(biases))
+        return processors
 
 
 def read(body: bytearray) -> Request:

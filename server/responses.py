@@ -9,6 +9,8 @@ from operator import getitem
 from typing import Any
 from uuid import uuid4
 
+from transformers import PreTrainedTokenizerBase
+
 from sequoia_plan.runtime.text import TextBefore
 from sequoia_plan.server.requests import Json
 from sequoia_plan.server.worker import Choice, Job
@@ -39,26 +41,28 @@ LEAST = -9999.0
 
 
 def fill(shape: Json, values: Json) -> Json:
-    """An object of a shape."""
+    """An object of a shape of `SHAPES`, with those of its fields that `values` has."""
     filled: Json = {}
-    for name, part in shape.items():
-        if isinstance(part, dict):
-            filled[name] = fill(part, values)
-        elif part in values:
-            filled[name] = values[part]
+    for name, source in shape.items():
+        if isinstance(source, dict):
+            filled[name] = fill(source, values)
+        elif source in values:
+            filled[name] = values[source]
     return filled
 
 
 class Answer:
     """What the texts of a job become: chunks of a stream, or one answer."""
 
-    def __init__(self, shape: str, job: Job, tokenizer: Any, model: str) -> None:
+    def __init__(
+        self, shape: str, job: Job, tokenizer: PreTrainedTokenizerBase, model: str
+    ) -> None:
         self.shape, self.job, self.tokenizer = shape, job, tokenizer
         kind = shape + ".chunk" * (shape == CHAT and job.request.stream)
         self.common: Json = {"object": kind, "model": model, "system_fingerprint": "sequoia-plan"}
         self.common |= {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time())}
 
-    def whole(self) -> Any:
+    def whole(self) -> Json | list[Json]:
         """The answer to a request that is not streamed."""
         choices = self.job.choices
         entries = [self.entry(choice) for choice in choices]
@@ -86,11 +90,11 @@ class Answer:
         return {"usage": usage, "timings": timings(choices[0])}
 
     def entry(self, choice: Choice) -> Json:
-        """What is new of a choice, and if it has ended, all about it."""
+        """The fields of what is new of a choice since its last entry, and all once it has ended."""
         request, prompt, result, start = self.job.request, choice.prompt, choice.result, choice.sent
         has_tools = bool(request.tools) and request.tool_choice == "auto"
-        before = TextBefore([OPENED] * has_tools)
-        content = before.add(choice.text)
+        before_calls = TextBefore([OPENED] * has_tools)
+        content = before_calls.add(choice.text)
         values: Json = {
             "index": choice.index, "finish": None, "tokens": [], "slot": 0, "is over": bool(result),
             "new": min(choice.accepted + len(choice.times) - 1, self.job.limit),
@@ -99,7 +103,7 @@ class Answer:
         if start < 0:
             values["role"] = "assistant"
         if result:
-            calls = calls_in(choice.text) if before.found else []
+            calls = calls_in(choice.text) if before_calls.found else []
             content = content if calls else choice.text
             finish, stop_type = ENDS.get(result.finish_reason, ("length", "limit"))
             tokens = result.sequences[0, len(prompt) :].tolist()
@@ -121,19 +125,19 @@ class Answer:
         return selected(entry, request.response_fields) if result else entry
 
     def probs(self, tokens: list[int], result: Any) -> list[Json]:
-        """The log-probabilities of new tokens."""
+        """The log-probabilities of new tokens, as OpenAI's API has them."""
 
         def prob(token: int, logprob: float) -> Json:
             """A token with its log-probability."""
             text = self.tokenizer.decode([token])
-            about = {"id": token, "token": text, "bytes": [*text.encode()]}
-            return about | {"logprob": max(logprob, LEAST)}
+            fields = {"id": token, "token": text, "bytes": [*text.encode()]}
+            return fields | {"logprob": max(logprob, LEAST)}
 
         columns = result.logprobs, result.top_tokens, result.top_logprobs
         rows = zip(tokens, *(column.tolist() for column in columns), strict=True)
         return [
-            prob(token, own) | {"top_logprobs": [*map(prob, top, values)]}
-            for token, own, top, values in rows
+            prob(token, logprob) | {"top_logprobs": [*map(prob, top_tokens, top_logprobs)]}
+            for token, logprob, top_tokens, top_logprobs in rows
         ]
 
 
@@ -149,11 +153,11 @@ def selected(answer: Json, paths: list[str]) -> Json:
 def timings(choice: Choice) -> Json:
     """Counts and milliseconds, by llama-server's names, of a choice that has ended."""
     assert choice.result
-    first, second, *_, last = *choice.times, choice.times[-1]
+    began, prompt_read, *_, ended = *choice.times, choice.times[-1]
     figures: Json = {"cache_n": choice.cached}
     for name, count, ms in (
-        ("prompt", len(choice.prompt) - choice.cached, 1000 * (second - first)),
-        ("predicted", choice.result.new_tokens, 1000 * (last - second)),
+        ("prompt", len(choice.prompt) - choice.cached, 1000 * (prompt_read - began)),
+        ("predicted", choice.result.new_tokens, 1000 * (ended - prompt_read)),
     ):
         figures |= {f"{name}_n": count, f"{name}_ms": ms}
         figures[f"{name}_per_token_ms"] = ms / max(count, 1)

@@ -83,7 +83,7 @@ class PatientProtocol(H11Protocol):
     """A connection that is closed if its first header is not complete in time."""
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for a header."""
+        """Close the connection if its header is late, or at once if there are too many."""
         super().connection_made(transport)
         wait = 0 if len(self.connections) > 2 * MAX_CONNECTIONS else HEADER_SECONDS
         self.loop.call_later(wait, lambda: self.cycle or transport.close())

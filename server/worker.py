@@ -17,7 +17,7 @@ MAX_TEXTS = 4
 """So many texts are kept at most: the memory of a step takes 50 ms to make anew."""
 CHUNK_SECONDS = 0.02
 """A stream has one chunk in so long at most: one a step took 7 % of the embedded pair's speed."""
-PART = 512
+PROMPT_CHUNK = 512
 """Tokens of a prompt that are read before a client that has gone away is noticed."""
 POSITION = 'spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
 
@@ -105,26 +105,26 @@ class Worker:
                 job.emit(error)
 
     def _decode(self, job: Job, choice: Choice) -> None:
-        """Decode one text of a job."""
+        """Decode one text of a job, and emit what is known of it as it grows."""
         request, times = job.request, choice.times
         times.append(time.perf_counter())
         decoder = self._text_for(choice)
-        for end in range(choice.cached + PART, len(choice.prompt), PART):
+        for end in range(choice.cached + PROMPT_CHUNK, len(choice.prompt), PROMPT_CHUNK):
             job.check()
             decoder.generate(choice.prompt[:end], 0, reuse_prefix=True)
 
-        emitted, is_enough, limit = 0.0, False, request.t_max_predict_ms / 1000
+        last_chunk, is_enough, seconds_limit = 0.0, False, request.t_max_predict_ms / 1000
 
         def on_step(output: Any, text: str) -> None:
             """Count a step, and emit its text."""
-            nonlocal emitted, is_enough
+            nonlocal last_chunk, is_enough
             job.check()
             times.append(time.perf_counter())
             accepted, drafted = len(output.path) - 1, output.tree.size - 1
             choice.drafted += drafted
             choice.accepted += accepted
             seconds: Any = times[-1] - times[-2]
-            self.totals.update(POSITION % place for place in range(accepted))
+            self.totals.update(POSITION % position for position in range(accepted))
             self.totals.update(
                 inter_token_latency_seconds_count=1,
                 inter_token_latency_seconds_sum=seconds,
@@ -134,10 +134,10 @@ class Worker:
                 generation_tokens_total=accepted + 1,
             )
             wanted = request.deep_lines(text)
-            is_late = bool(limit) and "\n" in text and times[-1] - times[1] > limit
+            is_late = bool(seconds_limit) and "\n" in text and times[-1] - times[1] > seconds_limit
             is_enough = is_late or wanted != text
-            if times[-1] - emitted > CHUNK_SECONDS:
-                emitted = times[-1]
+            if times[-1] - last_chunk > CHUNK_SECONDS:
+                last_chunk = times[-1]
                 job.emit((choice, wanted, None))
 
         result = decoder.generate(
@@ -146,23 +146,24 @@ class Worker:
             logits_processor=request.processors(len(choice.prompt)), constraint=job.constraint,
             logprobs=max(int(request.logprobs), request.top_logprobs, request.n_probs) or None,
             reuse_prefix=True,
-            stopping_criteria=[lambda *_: is_enough] if request.n_indent or limit else (),
+            stopping_criteria=[lambda *_: is_enough] if request.n_indent or seconds_limit else (),
         )  # fmt: skip
         times.append(time.perf_counter())
         job.emit((choice, request.deep_lines(result.text or ""), result))
 
     def _text_for(self, choice: Choice) -> SequoiaDecoder:
-        """A decoder whose caches have `choice.cached` tokens of a prompt."""
+        """A decoder whose caches have `choice.cached` tokens of a prompt: a kept one, or a copy."""
         ids = torch.tensor(choice.prompt[:-1])
 
         def shared(text: SequoiaDecoder) -> int:
-            """How many tokens of the prompt a text begins with."""
+            """How many of the first tokens of the prompt a kept text has in its caches."""
             return text.step.sequence.num_shared(ids)
 
         text = max(self.texts, key=shared)
         choice.cached = count = shared(text)
         if count < text.step.sequence.num_read / 2:  # most of that text would be lost
             source, clock = text.step.sequence, text.clock
+            # the copy overwrites the least recently used text
             text = self._new_text() if len(self.texts) < MAX_TEXTS else self.texts[0]
             text.clock = clock  # texts differ, the machine does not
             copy, drafter = text.step.sequence, text.step.drafter

@@ -75,7 +75,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """The rule that gives the factors of all published ones."""
 
 
-def read_config(file: GgufFile) -> Any:
+def read_config(file: GgufFile) -> PreTrainedConfig:
     """The configuration of a GGUF file's model.
 
     transformers reads some of the metadata; what it leaves at a default is set here. Raises

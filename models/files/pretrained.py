@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -45,7 +51,7 @@ class ModelFiles:
         return ModelFiles, (self.name, self.path, self.gguf)
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """transformers' configuration."""
         try:
             return read_config(self.gguf) if self.gguf else AutoConfig.from_pretrained(self.path)
@@ -68,7 +74,7 @@ class ModelFiles:
         """Is it a GGUF file whose tensors are read here, not by transformers?"""
         return self.gguf is not None and self.gguf.architecture in CONFIGS
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """transformers' tokenizer."""
         try:
             if self.gguf:
@@ -86,7 +92,7 @@ class ModelFiles:
         """The vocabulary by number, where a file has it as a list."""
         return self.gguf.metadata.get("tokenizer.ggml.tokens", []) if self.gguf else []
 
-    def generation_config(self) -> Any:
+    def generation_config(self) -> GenerationConfig:
         """transformers' generation config."""
         if (self.path / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(self.path)

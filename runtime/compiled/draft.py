@@ -14,18 +14,18 @@ from sequoia_plan.runtime.compiled.vocabulary_loops import draw_from, top_of_row
 
 @compiled
 def see(reader, row, first, end):
-    """Let a row see the slots from `first` to `end`."""
+    """Let a row attend to the slots from `first` to `end` - 1, and to no others."""
     for slot in range(reader.visible.shape[1]):
         reader.visible[row, slot] = first <= slot < end
     reader.spans[row, 0], reader.spans[row, 1] = first, end
 
 
 @compiled
-def place_committed(step, reader, count, hides_first):
-    """Let a pass read the last `count` committed tokens, the root last; rows see those before.
+def fill_committed_rows(step, reader, count, hides_first):
+    """Fill a pass's rows with the last `count` committed tokens; each sees those up to itself.
 
-    Short texts have fewer tokens: the first stands for them, in slots that no row sees. A draft
-    that reads features has none of that one, and hides it from others.
+    Rows before the text have its first token, in slots that no row sees. With `hides_first`, later
+    rows do not see the first token either: a draft that reads features has none of it.
     """
     length = step.length[0]
     for row in range(count):
@@ -41,8 +41,8 @@ def place_committed(step, reader, count, hides_first):
 
 
 @compiled
-def place_nodes(step, tree, reader, nodes, hides_first):
-    """Let a pass read nodes, each of which sees committed tokens and its path."""
+def fill_node_rows(step, tree, reader, nodes, hides_first):
+    """Fill a pass's rows with these nodes; each sees committed tokens and its own path."""
     length = step.length[0]
     for row in range(nodes.size):
         node = nodes[row]
@@ -59,30 +59,30 @@ def place_nodes(step, tree, reader, nodes, hides_first):
 
 @compiled
 def embed(embedding, reader, rows, worker):
-    """Put the embeddings of the rows' tokens into a worker's residual stream."""
+    """Write the embeddings of the rows' tokens to a worker's own copy of the residual stream."""
     for row in range(rows):
-        place = reader.x[worker, row, : reader.model.norms.shape[2]]
-        read_row(embedding, min(reader.tokens[row], reader.last[0]), place)
+        hidden = reader.x[worker, row, : reader.model.norms.shape[2]]
+        read_row(embedding, min(reader.tokens[row], reader.last[0]), hidden)
 
 
 @compiled
-def put_features(worker, workers, counter, rounds, step, rows, previous, first_output):
-    """Prepare an EAGLE-3 pass: embeddings and features side by side, and the residual stream.
+def fill_eagle_inputs(worker, workers, counter, rounds, step, rows, parent_rows, first_output):
+    """Write what an EAGLE-3 pass reads: normed embeddings and features, and the residual stream.
 
-    Features are those of committed tokens, or `previous`: of nodes, the rows of their parents'
-    outputs from `first_output` on.
+    The first pass (`first_output` < 0) reads recorded features. Later, row i's feature is its
+    parent's output in the pass before, `reader.hidden[0, first_output + parent_rows[i]]`.
     """
     eagle, reader = step.eagle, step.draft
     width, x, epsilon = eagle.norms.shape[1], reader.x[worker], reader.model.epsilon
-    own = reader.normed[worker, 0, :width]
+    embedding = reader.normed[worker, 0, :width]
     for row in range(rows):
         if first_output < 0:
             copy(eagle.features[reader.read_slots[row]], x[row, :width])
         else:
-            copy(reader.hidden[0, first_output + previous[row]], x[row, :width])
+            copy(reader.hidden[0, first_output + parent_rows[row]], x[row, :width])
         if row % workers == worker:
-            read_row(step.draft_embedding, min(reader.tokens[row], reader.last[0]), own)
-            normalise(own, eagle.norms[0], epsilon, reader.attended_first[row])
+            read_row(step.draft_embedding, min(reader.tokens[row], reader.last[0]), embedding)
+            normalise(embedding, eagle.norms[0], epsilon, reader.attended_first[row])
             normalise(x[row], eagle.norms[1], epsilon, reader.attended_first[row, width:])
     rounds = wait(counter, workers, rounds)
     if eagle.residual_is_normed:
@@ -92,17 +92,17 @@ def put_features(worker, workers, counter, rounds, step, rows, previous, first_o
 
 
 @compiled
-def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
+def draw(worker, step, tree, inner_row, pass_row, num_draws, is_greedy, temperature):
     """Draw the children of an inner node from its logits, and write their tokens.
 
-    Afterwards weights are in place of logits, in proportion to probabilities. `num_draws`: draws
-    that the random numbers of the node are for. A child that is looked up is not drawn: the others
-    are drawn without its token.
+    The node is `tree.inner[inner_row]`, and row `pass_row` of the pass that made the logits, which
+    weights replace, in proportion to probabilities. Each node has random numbers for `num_draws`
+    draws. A child that is looked up is not drawn, and the others are drawn without its token.
     """
-    node = tree.inner[row]
+    node = tree.inner[inner_row]
     child, reader, left_out = tree.first_child[node], step.draft, np.int64(-1)
-    logits = reader.logits[row, : reader.vocabulary]
-    largest = largest_in(reader, kept_row)
+    logits = reader.logits[inner_row, : reader.vocabulary]
+    largest = largest_in(reader, pass_row)
     is_looked_up = tree.looked_up[child]
     if is_looked_up:
         step.own_tokens[child] = -1
@@ -126,8 +126,8 @@ def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
             sums[:] = FIRST
         uniforms = np.empty(drawn.size)
         for rank in range(drawn.size):
-            place = 2 * tree.branching * row + rank
-            high, low = step.bits[place], step.bits[place + num_draws]
+            number = 2 * tree.branching * inner_row + rank
+            high, low = step.bits[number], step.bits[number + num_draws]
             uniforms[rank] = (high + low / 2.0**31) / 2.0**31
         draw_from(logits, uniforms, sums, drawn, masses)
     child += is_looked_up
@@ -145,28 +145,27 @@ def draw(worker, step, tree, row, kept_row, num_draws, is_greedy, temperature):
 
 @compiled
 def draft(worker, workers, counter, rounds, step, tree, num_unread, is_greedy, temperature):
-    """Draft the tree; returns the rounds after it, and whether all logits were finite."""
+    """Draft the tree; returns the barrier's rounds so far, and whether all logits were finite."""
     reader, eagle, finite = step.draft, step.eagle, True
     is_eagle, num_read = eagle.fc.size > 0, FIRST
-    hides_first, first_output, previous = np.int64(is_eagle), FIRST - 1, tree.inner
+    hides_first, first_output, parent_rows = np.int64(is_eagle), FIRST - 1, tree.inner
     for number in range(tree.passes.shape[0]):
         start, count, num_draws, rows = tree.passes[number]
-        parents = tree.inner[start : start + count]
+        nodes = tree.inner[start : start + count]
         if number == 0:
             rows = max(rows, num_unread + 1)
-            place_committed(step, reader, rows, hides_first)
+            fill_committed_rows(step, reader, rows, hides_first)
         else:
-            place_nodes(step, tree, reader, parents, hides_first)
+            fill_node_rows(step, tree, reader, nodes, hides_first)
         if is_eagle:
-            if number:  # the rows of parents among the outputs of the pass before
-                previous = np.empty(count, np.int64)
+            if number:
+                start_before, count_before = tree.passes[number - 1, 0], tree.passes[number - 1, 1]
+                parent_rows = np.empty(count, np.int64)
                 for row in range(count):
-                    previous[row] = (
-                        tree.inner_index[tree.parents[parents[row]]] - tree.passes[number - 1, 0]
-                    )
-                first_output = num_read - tree.passes[number - 1, 1]
-            rounds = put_features(
-                worker, workers, counter, rounds, step, rows, previous, first_output
+                    parent_rows[row] = tree.inner_index[tree.parents[nodes[row]]] - start_before
+                first_output = num_read - count_before  # nodes with children were read last
+            rounds = fill_eagle_inputs(
+                worker, workers, counter, rounds, step, rows, parent_rows, first_output
             )  # fmt: skip
         else:
             embed(step.draft_embedding, reader, rows, worker)

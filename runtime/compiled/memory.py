@@ -7,7 +7,7 @@ from sequoia_plan.models.packed.system import now
 
 GREEDY, SEQUOIA, TRAVERSAL = range(3)
 C, E, PROB, SCALE = range(4)
-"""The columns of `Step.residuals`: of R = max(p - c w - e, 0), a, and a / mass of R."""
+"""The columns of `Step.residuals`: c and e of R = max(p - c w - e, 0), a, and a / mass of R."""
 DRAFT, TARGET, VERIFY, ALL = 1, 2, 4, 7
 """The parts of a step that are run."""
 
@@ -24,17 +24,18 @@ class Eagle(Record):
 class Tree(Record):
     """A tree's structure, int64 [nodes] each; `parents[0]` is -1.
 
-    `looked_up`: 1 where a node's token is; `inner_index`: of an inner node, its place among these;
-    `inner`: the inner nodes in order; `passes` int64 [passes, 4]: the first of the pass's parents
-    in `inner`, how many, draws of each, and tokens that the pass reads.
+    `inner`: the inner nodes, those with children, in order; `inner_index`: the index in it of an
+    inner node; `looked_up`: 1 where a node's token is looked up; `passes` int64 [passes, 4]: where
+    the nodes begin in `inner` of which the pass drafts children, how many they are, the draws of
+    each, and the tokens that the pass reads.
     """
 
 
 class Step(Record):
     """All that steps of a decoder read and write. Memory is as `SequenceState` has it.
 
-    `own_tokens` int64 [nodes]: of drawn nodes, their number in the draft's vocabulary; `masses`
-    float64 [nodes]: the weight of what was not drawn before a node; `sums` are each worker's own;
+    `own_tokens` int64 [nodes]: a drawn node's token in the draft's vocabulary; `masses` float64
+    [nodes]: the weight of all tokens not drawn before the node; `sums` are each worker's own;
     `scratch`, `probs` float32 [nodes, vocabulary]; `t2d` int64 [vocabulary], -1 for tokens that the
     draft lacks, `d2t` int64 [draft vocabulary]: both [0] if the vocabularies are the same; `output`
     int64 [2 + 2 * nodes]: a step's numbers, as `TreeStep.commit` returns them.
@@ -42,15 +43,15 @@ class Step(Record):
 
 
 @compiled
-def note_time(worker, step, place):
-    """Note the time, in seconds."""
+def note_time(worker, step, number):
+    """Let the first worker write the time, in seconds, to `step.times[number]`."""
     if worker == 0:
-        step.times[place] = now()
+        step.times[number] = now()
 
 
 @compiled
 def largest_in(reader, row):
-    """A row's largest logit; NaN if one is NaN."""
+    """The largest logit of a row, from those that workers noted; NaN if one is NaN."""
     largest = reader.largest[0, row]
     for worker in range(1, reader.largest.shape[0]):
         other = reader.largest[worker, row]
@@ -61,7 +62,7 @@ def largest_in(reader, row):
 
 @compiled
 def are_finite(reader, count):
-    """Are the logits of so many rows of the last pass finite?"""
+    """Are the logits of the first `count` rows of the last pass finite?"""
     num_finite = 0
     for row in range(count):
         num_finite += np.isfinite(largest_in(reader, row))

@@ -14,7 +14,7 @@ from sequoia_plan.models.packed.forward import (
 from sequoia_plan.models.packed.packed_pass import move_slots
 from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.models.packed.workers import take, wait
-from sequoia_plan.runtime.compiled.draft import draft, embed, place_nodes
+from sequoia_plan.runtime.compiled.draft import draft, embed, fill_node_rows
 from sequoia_plan.runtime.compiled.memory import (
     DRAFT,
     GREEDY,
@@ -29,9 +29,9 @@ from sequoia_plan.runtime.sequence import DRAFT_NOT_FINITE, TARGET_NOT_FINITE
 
 
 @compiled
-def match(tokens, length, max_match, chain):
-    """The length of the text's match; `chain` is then what followed it (see `runtime.lookup`)."""
-    longest, best = -1, 0
+def look_up(tokens, length, max_match, chain):
+    """Write what followed the text's match to `chain`, as `runtime.lookup`; returns its length."""
+    longest, best = -1, 0  # `length` is the slot of the last token
     for slot in range(length):
         matched = 0
         while (
@@ -41,38 +41,38 @@ def match(tokens, length, max_match, chain):
             matched += 1
         if matched >= longest:
             longest, best = matched, slot
-    for place in range(chain.size):
-        chain[place] = tokens[best + 1 + place % max(length - best, 1)]
+    for offset in range(chain.size):  # what followed is repeated where the text ends
+        chain[offset] = tokens[best + 1 + offset % max(length - best, 1)]
     return max(longest, 0)
 
 
 @compiled
 def commit(step, tree, path, count, bonus):
-    """Commit the path to caches, tokens and length; the results are in `step.output`."""
+    """Commit the first `count` nodes of `path` and the bonus token; sets `step.output`."""
     length, depth = step.length[0], path.size
     slots = np.empty(count, np.int64)
-    for place in range(count):
-        slots[place] = length + path[place]
+    for level in range(count):
+        slots[level] = length + path[level]
     move_slots(step.target.keys, step.target.values, slots, length)
     if tree.passes.shape[0] and not step.eagle.fc.size:
         move_slots(step.draft.keys, step.draft.values, slots, length)
     step.output[0] = count
-    for place in range(count):
-        token = step.tokens[slots[place + 1]] if place + 1 < count else bonus
-        step.output[1 + place], step.output[1 + depth + place] = path[place], token
-        step.tokens[length + 1 + place] = token  # those of later nodes lie behind
+    for level in range(count):
+        token = step.tokens[slots[level + 1]] if level + 1 < count else bonus
+        step.output[1 + level], step.output[1 + depth + level] = path[level], token
+        step.tokens[length + 1 + level] = token  # the tokens still to be read lie behind
     step.length[0] = length + count
 
 
 @compiled
 def note_features(worker, counter, workers, step, path, count, slot):
-    """Record the features that the target's hidden states of the path make, from a slot on."""
+    """Record the path's features, the target's hidden states times `fc`, in rows from `slot` on."""
     eagle, hidden = step.eagle, step.target.hidden
     rows, encoded = eagle.rows[worker], eagle.encoded[worker]
     width = step.target.model.norms.shape[2]
-    for place in range(count):
+    for level in range(count):
         for state in range(hidden.shape[0]):
-            copy(hidden[state, path[place]], rows[place, state * width : (state + 1) * width])
+            copy(hidden[state, path[level]], rows[level, state * width : (state + 1) * width])
     encode(eagle.fc, count, rows, encoded)
     num_tiles = eagle.fc[NUM_TILES]
     tile, end_tile = take(counter, workers, num_tiles)
@@ -80,8 +80,8 @@ def note_features(worker, counter, workers, step, path, count, slot):
         first, end = tile * UNIT, end_tile * UNIT
         multiply(eagle.fc, count, encoded, eagle.products, 0, first, end)
         end = min(end, eagle.features.shape[1])
-        for place in range(count):
-            copy(eagle.products[place, first:], eagle.features[slot + place, first:end])
+        for level in range(count):
+            copy(eagle.products[level, first:], eagle.features[slot + level, first:end])
         tile, end_tile = take(counter, workers, num_tiles)
 
 
@@ -91,8 +91,9 @@ def decode(
 ):  # fmt: skip
     """One worker's part of a step; `step.output` has the numbers of `TreeStep.commit` afterwards.
 
-    `settings`: temperature, the draft's, top_p, min_p (float32), top_k. `step.times` has the time
-    at the begin, after each draft pass with its draws, after the target's pass, and at the end.
+    `settings`: temperature, the draft's, top_p, min_p (float32), top_k. `parts`: `DRAFT`, `TARGET`
+    and `VERIFY`, as bits. `step.times` has the time at the begin, after each draft pass with its
+    draws, after the target's pass, and at the end.
     """
     length, size, path = step.length[0], tree.parents.size, step.path[: tree.depth]
     target, drafted_finite, num_passes = step.target, True, tree.passes.shape[0]
@@ -107,7 +108,7 @@ def decode(
             worker, workers, counter, rounds, step, tree, num_unread, rule == GREEDY, settings[1]
         )  # fmt: skip
     if parts & TARGET:
-        place_nodes(step, tree, target, np.arange(size), FIRST)
+        fill_node_rows(step, tree, target, np.arange(size), FIRST)
         embed(step.embedding, target, size, worker)
         rounds = forward(
             worker, workers, counter, rounds, target, size, FIRST, size,
@@ -136,7 +137,7 @@ def decode(
                 node = tree.parents[node]
         commit(step, tree, path, count, bonus)
         if max_match:
-            step.output[1 + 2 * tree.depth] = match(
+            step.output[1 + 2 * tree.depth] = look_up(
                 step.tokens, step.length[0], max_match, step.chain
             )
     if step.eagle.fc.size:

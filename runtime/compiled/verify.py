@@ -14,14 +14,14 @@ LARGEST = 3e38
 
 @compiled
 def verify_greedily(step, tree, path):
-    """The path of the target's most probable tokens, its length, and the token after it."""
+    """Accept children that have the most probable token, into `path`; returns count and bonus."""
     reader, node, count = step.target, FIRST, 1
     while True:
         largest, choice = -np.inf, np.int64(0)
         for worker in range(reader.largest.shape[0]):
-            other, token = reader.largest[worker, node], reader.best[worker, node]
-            if other > largest or (other == largest and token < choice):
-                largest, choice = other, token
+            logit, token = reader.largest[worker, node], reader.best[worker, node]
+            if logit > largest or (logit == largest and token < choice):
+                largest, choice = logit, token
         accepted = -1
         for child in range(
             tree.first_child[node], tree.first_child[node] + tree.num_children[node]
@@ -36,8 +36,8 @@ def verify_greedily(step, tree, path):
 
 
 @compiled
-def begin(step, tree, node, prob, settings):
-    """Compute a node's target probabilities; R is then these and a is `prob`."""
+def begin_node(step, tree, node, prob, settings):
+    """Compute the target's probabilities p after a node; its residual R is then p, and a `prob`."""
     reader, p = step.target, step.probs[node]
     copy(reader.logits[node], p)
     temperature, _, top_p, min_p, top_k = settings
@@ -54,13 +54,14 @@ def begin(step, tree, node, prob, settings):
 
 @compiled
 def child_terms(step, tree, node, child):
-    """Of a drawn child: its weight, 1 / D at it, and what its rejection adds to c and e."""
+    """Of a drawn child: its weight w, 1 / D at it, and what its rejection adds to c and e."""
     mass = step.masses[child]
     weight = np.float64(step.draft.logits[tree.inner_index[node], step.own_tokens[child]])
     if mass > 0:
         return weight, mass / weight if weight > 0 else 0.0, 1 / mass, 0.0
     first = tree.first_child[node]
-    num_undrawn = step.draft.vocabulary - (child - first)  # each is as likely
+    # the draft has no other token left: D is uniform over those not drawn
+    num_undrawn = step.draft.vocabulary - (child - first)
     if tree.looked_up[first] and step.t2d.size:
         num_undrawn += step.t2d[step.tokens[step.length[0] + first]] < 0
     return weight, np.float64(num_undrawn), 0.0, 1.0 / num_undrawn
@@ -68,7 +69,7 @@ def child_terms(step, tree, node, child):
 
 @compiled
 def accept_prob(step, tree, node, child):
-    """The probability to accept a child s: min(1, a R[s] / D[s])."""
+    """The probability to accept a child s: min(1, a R[s] / D[s]). One looked up has D[s] = 1."""
     state = step.residuals[node]
     if tree.looked_up[child]:
         return min(step.masses[child] * state[SCALE], 1.0)
@@ -79,10 +80,7 @@ def accept_prob(step, tree, node, child):
 
 @compiled
 def residual(step, tree, node):
-    """Put R = max(p - c w - e, 0) into `step.scratch[0]`, and return its sums by blocks.
-
-    w are the draft's weights of tokens: its probabilities, not normalised.
-    """
+    """Write R = max(p - c w - e, 0) to `step.scratch[0]`; returns its sums by blocks of tokens."""
     p, rest, row = step.probs[node], step.scratch[0], tree.inner_index[node]
     state = step.residuals[node]
     copy(p, rest)
@@ -104,7 +102,11 @@ def residual(step, tree, node):
 
 @compiled
 def reject(step, tree, node, child):
-    """Reject a child: r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a)."""
+    """Reject a child: r = max(a R - D, 0);  S = sum(r);  R = r / S;  a = S / (S + 1 - a).
+
+    R is the target's residual distribution at the node, D the draft's for this child, and a the
+    probability to accept the node.
+    """
     state = step.residuals[node]
     if not tree.looked_up[child]:
         _, _, factor, uniform = child_terms(step, tree, node, child)
@@ -119,10 +121,10 @@ def reject(step, tree, node, child):
 
 @compiled
 def walk_down(step, tree, uniform, settings):
-    """The end of the path by `verify.residual.sequoia`: accept or reject from the root down."""
+    """The node where the path ends by `verify.residual.sequoia`: a walk from the root down."""
     node = FIRST
     while True:
-        begin(step, tree, node, 1.0, settings)
+        begin_node(step, tree, node, 1.0, settings)
         accepted, first = FIRST - 1, tree.first_child[node]
         for child in range(first, first + tree.num_children[node]):
             prob = accept_prob(step, tree, node, child)
@@ -138,10 +140,10 @@ def walk_down(step, tree, uniform, settings):
 
 @compiled
 def walk_up(step, tree, uniform, settings):
-    """The end of the path by `verify.traversal`: children before their parent, in draw order."""
+    """The node where the path ends by `verify.traversal`: children before their parent."""
     next_child = tree.first_child.copy()
     node = FIRST
-    begin(step, tree, node, 1.0, settings)
+    begin_node(step, tree, node, 1.0, settings)
     while True:
         child = next_child[node]
         if child < tree.first_child[node] + tree.num_children[node]:
@@ -149,7 +151,7 @@ def walk_up(step, tree, uniform, settings):
             prob = accept_prob(step, tree, node, child)
             if prob > 0:
                 if tree.num_children[child]:
-                    begin(step, tree, child, prob, settings)
+                    begin_node(step, tree, child, prob, settings)
                 else:
                     step.residuals[child, PROB] = prob
                 node = child
@@ -166,9 +168,9 @@ def walk_up(step, tree, uniform, settings):
 
 @compiled
 def draw_bonus(step, tree, end, settings):
-    """The token after the path: from R after the rejection of all children of its end."""
+    """The token after the path, drawn from R after the rejection of all children of its end."""
     if not tree.num_children[end]:
-        begin(step, tree, end, 1.0, settings)
+        begin_node(step, tree, end, 1.0, settings)
     rest, sums = step.scratch[0], residual(step, tree, end)
     if not sums.sum() > 0:  # only rounding leads here: a child was certain to be accepted
         copy(step.probs[end], rest)

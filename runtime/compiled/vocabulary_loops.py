@@ -26,19 +26,19 @@ def _exp2(x):
     # infinity times 0 is NaN
     within = x if x > LOWEST else LOWEST
     whole = np.floor(within + HALF)
-    part = within - whole
+    fraction = within - whole
     series = EXP2[7]
     for n in range(6, -1, -1):
-        series = series * part + EXP2[n]
+        series = series * fraction + EXP2[n]
     power = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
     return ZERO if x < LOWEST else series * power
 
 
 @fast
 def weigh(scores, largest, lowest, temperature, sums):
-    """Put exp((score - largest) / temperature) in place of scores, 0 if these are below `lowest`.
+    """Replace scores by weights exp((score - largest) / temperature), those below `lowest` by 0.
 
-    `sums` float64 [blocks]: those of blocks of weights. Returns their sum.
+    Writes the sum of each block of weights to `sums` float64 [blocks]; returns the sum of all.
     """
     if largest == -LARGEST:  # no token is possible
         scores[:] = np.nan
@@ -46,29 +46,29 @@ def weigh(scores, largest, lowest, temperature, sums):
         return np.nan
     largest, lowest = largest / temperature, lowest / temperature
     for block in range(sums.size):
-        part, total = scores[block * BLOCK : (block + 1) * BLOCK], ZERO
-        for place in range(part.size):
-            score = part[place] / temperature
+        in_block, total = scores[block * BLOCK : (block + 1) * BLOCK], ZERO
+        for offset in range(in_block.size):
+            score = in_block[offset] / temperature
             weight = _exp2((score - largest) * LOG2_E)
-            part[place] = weight if not score < lowest else ZERO
-            total += part[place]
+            in_block[offset] = weight if not score < lowest else ZERO
+            total += in_block[offset]
         sums[block] = total
     return sums.sum()
 
 
 @fast
 def top_of_row(values, tokens, best):
-    """The tokens of the largest values in order, of equal ones the first, with their values.
+    """Write the tokens of the largest values in order to `tokens` [count], the values to `best`.
 
-    A block is looked at only if its largest value is among them.
+    Of equal ones the first wins. A block is read only if its largest value is among them.
     """
     num_kept = 0
     for start in range(0, values.size, BLOCK):
         block = values[start : start + BLOCK]
         if num_kept == tokens.size and not maximum(block) > best[-1]:
             continue
-        for place in range(block.size):
-            value = block[place]
+        for offset in range(block.size):
+            value = block[offset]
             if num_kept == tokens.size and not value > best[-1]:
                 continue
             num_kept = min(num_kept + 1, tokens.size)
@@ -76,7 +76,7 @@ def top_of_row(values, tokens, best):
             while rank > 0 and value > best[rank - 1]:
                 tokens[rank], best[rank] = tokens[rank - 1], best[rank - 1]
                 rank -= 1
-            tokens[rank], best[rank] = start + place, value
+            tokens[rank], best[rank] = start + offset, value
 
 
 @fast
@@ -89,19 +89,19 @@ def top_tokens(values, tokens):
 
 @fast
 def _mass_from(values, bits, lowest):
-    """The sum of the values whose bits are at least `lowest`."""
+    """The sum of the values whose bit patterns (`bits` int32) are at least `lowest`."""
     total = ZERO
-    for place in range(values.size):
-        total += values[place] if bits[place] >= lowest else ZERO
+    for token in range(values.size):
+        total += values[token] if bits[token] >= lowest else ZERO
     return total
 
 
 @fast
 def _mass_cut(probs, mass, memory):
-    """The largest of the probabilities down to which they add up to `mass`.
+    """The highest threshold at or above which the probabilities add up to `mass` or more.
 
-    Bits of positive floats have the order of the floats, so it is found bit by bit; first, those
-    that it may be are gathered in `memory`.
+    Positive floats have the order of their bit patterns, so a bisection of these finds it. It reads
+    only the probabilities that are large enough, gathered in `memory` (float32 [vocabulary]).
     """
     bits, largest = probs.view(np.int32), maximum(probs)
     bound = largest * FEWER
@@ -125,7 +125,7 @@ def _mass_cut(probs, mass, memory):
 
 @fast
 def _keep_from(probs, lowest):
-    """Remove the probabilities below `lowest`, and let the others add up to 1."""
+    """Set the probabilities below `lowest` to 0, and let the others add up to 1."""
     total = ZERO
     for token in range(probs.size):
         probs[token] = probs[token] if probs[token] >= lowest else ZERO
@@ -135,7 +135,7 @@ def _keep_from(probs, lowest):
 
 @fast
 def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, memory):
-    """`Sampling.target_probs` of one row, in place; `sums`: see `weigh`; `memory` [vocabulary]."""
+    """`Sampling.target_probs` of a row, in place; `sums` and `memory` [vocabulary] are scratch."""
     lowest = -LARGEST
     if MOST_TOKENS < top_k < scores.size:
         rank = scores.size - top_k
@@ -173,7 +173,7 @@ def _is_among(token, tokens):
 
 @fast
 def _sum_without(values, start, skipped):
-    """The sum of values of the tokens from `start` on, without those of some tokens."""
+    """The sum of a block's values without `skipped` tokens, in order; `start`: its first token."""
     total, first = 0.0, 0
     for token in skipped:
         if start <= token < start + values.size:
@@ -184,16 +184,16 @@ def _sum_without(values, start, skipped):
 
 @fast
 def sum_blocks(probs, sums):
-    """The sums of blocks of probabilities, float64 [blocks]."""
+    """Write the sum of each `BLOCK` probabilities to `sums` (float64 [blocks])."""
     for block in range(sums.size):
         sums[block] = probs[block * BLOCK : (block + 1) * BLOCK].sum()
 
 
 @fast
 def draw_from(probs, uniforms, sums, tokens, masses):
-    """One row of `draw_in_turn`; `masses` float64 [count]: those of the tokens before each draw.
+    """One row of `draw_in_turn`. `sums` float64 [blocks] has the sums of blocks of probabilities.
 
-    `sums` float64 [blocks]: those of blocks of tokens, then of those that are not drawn.
+    Drawn tokens are taken off these. `masses` float64 [count] gets what was left before each draw.
     """
     for rank in range(tokens.size):
         masses[rank] = total = sums.sum()
@@ -210,10 +210,10 @@ def draw_from(probs, uniforms, sums, tokens, masses):
                 break
             left -= sums[block]
         start, token = last * BLOCK, -1
-        for place in range(start, min(start + BLOCK, probs.size)):
-            if probs[place] > 0 and not _is_among(place, tokens[:rank]):
-                token = place
-                left -= probs[place]
+        for candidate in range(start, min(start + BLOCK, probs.size)):
+            if probs[candidate] > 0 and not _is_among(candidate, tokens[:rank]):
+                token = candidate
+                left -= probs[candidate]
                 if left < 0:
                     break
         tokens[rank] = max(token, 0)
@@ -223,9 +223,9 @@ def draw_from(probs, uniforms, sums, tokens, masses):
 
 @fast
 def draw_in_turn(probs, uniforms, tokens):
-    """Distinct tokens of each row, one after the other, each by inversion of what is left.
+    """Draw distinct tokens from each row, each by inversion of the probabilities still left.
 
-    `uniforms` float64 [rows, count] in [0, 1); `tokens` int64 [rows, count] is the result.
+    `uniforms` float64 [rows, count] in [0, 1); `tokens` int64 [rows, count] gets the result.
     """
     sums, masses = np.empty(-(-probs.shape[1] // BLOCK)), np.empty(tokens.shape[1])
     for row in range(len(probs)):
@@ -235,7 +235,7 @@ def draw_in_turn(probs, uniforms, tokens):
 
 @fast
 def residual_mass(p, q, c, e):
-    """The sum over tokens of max(p - c q - e, 0)."""
+    """The sum over tokens of max(p - c q - e, 0), the mass of a residual distribution."""
     total = ZERO
     for token in range(p.size):
         left = p[token] - c * q[token] - e

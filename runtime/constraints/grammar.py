@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.constraints.json_schema import LOOKAHEAD, refuse_unenforced
@@ -40,7 +41,7 @@ class Grammar:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         json_schema: str | Mapping[str, Any] | None = None,
         regex: str | None = None,
@@ -52,36 +53,36 @@ class Grammar:
             raise ArgumentError(
                 f"grammar: found {', '.join(sources) or 'none'}, expected one of {', '.join(given)}"
             )
-        [(kind, source)] = sources.items()
+        [(language, source)] = sources.items()
         try:
             import xgrammar
         except ImportError as error:
             raise ArgumentError(
-                f"{kind}: needs xgrammar, which is not installed; pip install "
+                f"{language}: needs xgrammar, which is not installed; pip install "
                 "'sequoia-plan[grammar]'"
             ) from error
         try:
             text = source if isinstance(source, str) else json.dumps(source)
-            if kind == "json_schema":
+            if language == "json_schema":
                 refuse_unenforced(schema := json.loads(text), schema)
-            if kind == "regex" and re.search(LOOKAHEAD, text):
+            if language == "regex" and re.search(LOOKAHEAD, text):
                 raise ValueError("a lookahead is not enforced")
             if tokenizer not in _compilers:
                 _compilers[tokenizer] = xgrammar.GrammarCompiler(_vocabulary_of(tokenizer))
-            blanks = {"max_whitespace_cnt": MAX_BLANKS} if kind == "json_schema" else {}
-            self.compiled = getattr(_compilers[tokenizer], f"compile_{kind}")(text, **blanks)
+            options = {"max_whitespace_cnt": MAX_BLANKS} if language == "json_schema" else {}
+            self.compiled = getattr(_compilers[tokenizer], f"compile_{language}")(text, **options)
         except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
             reason = re.sub(r"^\[.*?\] \S+: ", "", str(error).strip().splitlines()[-1])
             if isinstance(error, (LookupError, AttributeError)):
                 reason = "not a JSON schema"
             raise ArgumentError(
-                f"{kind}: found {str(source).strip()[:60] or 'nothing'}: {reason}"
+                f"{language}: found {str(source).strip()[:60] or 'nothing'}: {reason}"
             ) from error
         self.xgrammar, self.vocabulary = xgrammar, self.compiled.tokenizer_info.vocab_size
         self.tokenizer = tokenizer
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
-        """See `PathProcessor`: `end_tokens` may end a whole text of the grammar."""
+        """A text begins after `prompt`; it may end with one of `end_tokens` once it is complete."""
         ends = [token for token in end_tokens if token < self.vocabulary] or None
         self.matcher = self.xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
         self.masks: dict[Path, Tensor] = {}
@@ -90,7 +91,7 @@ class Grammar:
             self.thought = []
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Take over tokens of the text (see `PathProcessor`)."""
+        """Let the matcher accept the next tokens of the text, once a thought has ended."""
         answer = self._answer(tokens)
         self.thought = [*(self.thought or ()), *tokens] if answer is None else None
         for token in answer or ():
@@ -99,19 +100,19 @@ class Grammar:
         self.masks = {}
 
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
-        """See `PathProcessor`: logits after a path that leaves the grammar stay as they are."""
+        """Set logits of tokens that are not allowed to -inf, except after paths that left it."""
         masks = torch.cat([self._mask(path) for path in paths]).to(logits.device)
         width = min(self.vocabulary, logits.shape[1])
         self.xgrammar.apply_token_bitmask_inplace(logits, masks, vocab_size=width)
         if logits.shape[1] > self.vocabulary:  # a head may have more rows than there are tokens
-            is_free = (masks == -1).all(-1)
-            logits[~is_free, self.vocabulary :] = -torch.inf
+            allows_all = (masks == -1).all(-1)
+            logits[~allows_all, self.vocabulary :] = -torch.inf
         return logits
 
     def _mask(self, path: Path) -> Tensor:
-        """int32 [1, vocabulary / 32]: a bit for each token; all, off the grammar and at its end.
+        """int32 [1, vocabulary / 32]: a bit for each token that is allowed after a path.
 
-        A mask is made once a step, for the draft and the target.
+        All are, off the grammar and at its end. A mask is made once a step, for draft and target.
         """
         if path not in self.masks:
             num_accepted, matcher, answer = 0, self.matcher, self._answer(path)
@@ -128,18 +129,18 @@ class Grammar:
         return self.masks[path]
 
     def _answer(self, tokens: Sequence[int]) -> Sequence[int] | None:
-        """Those of the next tokens that follow the grammar; None while the thought goes on."""
+        """Those of the next tokens that come after the thought; None if they do not end it."""
         if self.thought is None:
             return tokens
-        before = self.thought[-len(CLOSED) :]  # tokens may split it
+        before = self.thought[-len(CLOSED) :]  # `</think>` may take several tokens
         for count in range(1, len(tokens) + 1):
             if CLOSED in self.tokenizer.decode([*before, *tokens[:count]]):
                 return tokens[count:]
         return None
 
 
-def _vocabulary_of(tokenizer: Any) -> Any:
-    """xgrammar's TokenizerInfo, in which control tokens, as missing ones, have no text."""
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """xgrammar's TokenizerInfo, in which control tokens have no text: no grammar allows them."""
     from xgrammar import TokenizerInfo
 
     info = TokenizerInfo.from_huggingface(tokenizer)

@@ -39,7 +39,7 @@ TYPES |= {dict: "object", type(None): "null"}
 
 
 def refuse_unenforced(schema: Any, root: Any) -> None:
-    """Raise ValueError for a part of a JSON schema, `root`, that texts would not follow."""
+    """Raise ValueError for a part of `schema` that texts might not follow; `root` is the whole."""
     if not isinstance(schema, dict):
         return
     if unenforced := next(_unenforced(schema, root), ""):
@@ -49,12 +49,12 @@ def refuse_unenforced(schema: Any, root: Any) -> None:
             value = list(value.values())
         elif name in (*ANNOTATIONS.split(), "const", "enum") or name.startswith("x-"):
             continue
-        for part in value if isinstance(value, list) else [value]:
-            refuse_unenforced(part, root)
+        for inner_schema in value if isinstance(value, list) else [value]:
+            refuse_unenforced(inner_schema, root)
 
 
 def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
-    """What xgrammar does not enforce of a schema, apart from the schemas in it."""
+    """For a message, what xgrammar does not enforce of a schema, apart from the schemas in it."""
     types, ref = _types(schema), schema.get("$ref", "#")
     allowed = {"type", *" ".join(OF_TYPE.get(name, "") for name in types).split()}
     for name in INSTEAD_OF.keys() & schema:
@@ -74,8 +74,8 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
     if ref != "#" and not ref.startswith("#/"):
         yield f"$ref {ref}"
     options = schema.get("oneOf", ())
-    for place, option in enumerate(options):
-        if not all(_exclude(option, other, root) for other in options[:place]):
+    for number, option in enumerate(options):
+        if not all(_exclude(option, other, root) for other in options[:number]):
             yield "oneOf of schemas that may both allow a value"
     if len(schema.get("allOf", ())) > 1:
         yield "allOf of several schemas"
@@ -91,7 +91,7 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema names, or that xgrammar takes it to be of; numbers have integers."""
+    """The types that a schema names, else those that xgrammar infers; "number" has "integer"."""
     inferred = "object" if "properties" in schema else "array" if "items" in schema else []
     types = schema.get("type", inferred)
     types = {types} if isinstance(types, str) else set(types)
@@ -104,24 +104,27 @@ def _values(schema: dict[str, Any]) -> list[Any]:
 
 
 def _exclude(one: Any, other: Any, root: Any) -> bool:
-    """Do two schemas allow no value both, by their types, values or required properties?"""
+    """Is it certain, by types, values or required properties, that no value suits both schemas?"""
     both = _resolved(one, root), _resolved(other, root)
-    values, others = ({json.dumps(value) for value in _values(part)} for part in both)
+    values, other_values = ({json.dumps(value) for value in _values(schema)} for schema in both)
     types, other_types = (
-        ({TYPES[type(value)] for value in _values(part)} or _types(part)) for part in both
+        ({TYPES[type(value)] for value in _values(schema)} or _types(schema)) for schema in both
     )
-    if (values and others and not values & others) or (
-        types and other_types and not types & other_types
-    ):
+    if values and other_values and not values & other_values:
         return True
-    first, second = (
-        {name: part["properties"][name] for name in part.get("required", ())} for part in both
+    if types and other_types and not types & other_types:
+        return True
+    required, other_required = (
+        {name: schema["properties"][name] for name in schema.get("required", ())} for schema in both
     )
-    return any(_exclude(first[name], second[name], root) for name in first.keys() & second)
+    return any(
+        _exclude(required[name], other_required[name], root)
+        for name in required.keys() & other_required
+    )
 
 
 def _resolved(schema: Any, root: Any) -> Any:
-    """What a schema refers to."""
+    """The schema that a chain of references (`$ref`: "#/name/name") leads to in `root`."""
     while "$ref" in schema:
         names, schema = schema["$ref"].split("/")[1:], root
         for name in names:

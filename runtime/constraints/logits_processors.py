@@ -1,5 +1,6 @@
 """transformers' logits processors on the paths of a token tree."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from sequoia_plan.artifacts import ArgumentError
-from sequoia_plan.runtime.constraints.path_logits import Path
+from sequoia_plan.runtime.constraints.path_logits import Path, PathLogits, PathProcessor
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(token ids int64 [rows, length], scores float32 [rows, vocabulary]) -> scores."""
@@ -22,8 +23,8 @@ WARPERS = tuple(
 """Processors that depend on scores alone. transformers has them last."""
 
 
-def split_at_warpers(processors: Sequence[Processor]) -> tuple[list[Any], list[Any]]:
-    """What changes the logits of target and draft, and, from the first warper on, the target's."""
+def split_at_warpers(processors: Sequence[Processor]) -> tuple[list[Processor], list[Processor]]:
+    """Processors for target and draft, and, from the first warper on, for the target alone."""
     is_warper = [isinstance(processor, WARPERS) for processor in processors]
     first = is_warper.index(True) if any(is_warper) else len(is_warper)
     return list(processors[:first]), list(processors[first:])
@@ -47,7 +48,7 @@ class LogitsProcessors:
         self.text.extend(tokens)
 
     def __call__(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
-        """See `PathProcessor`: paths of one length are a batch."""
+        """The scores after each path, written to `logits`; paths of one length are a batch."""
         for length in sorted({len(path) for path in paths}):
             rows = [row for row, path in enumerate(paths) if len(path) == length]
             ids = torch.tensor([[*self.text, *paths[row]] for row in rows], device=logits.device)
@@ -57,9 +58,23 @@ class LogitsProcessors:
                     self.states.append(check_repeats(processor, ids, scores))
                 scores = _in_batches(processor, ids, scores)
                 if _state(processor) != self.states[number]:
-                    raise changes(processor)
+                    raise error_of_change(processor)
             logits[rows] = scores.float()
         return logits
+
+
+def path_logits_of(
+    processors: Sequence[Processor], constraint: PathProcessor | None, vocabulary: int
+) -> PathLogits | None:
+    """What changes one text's logits, with a state of its own; None if there is nothing."""
+    if not processors and constraint is None:
+        return None
+    before_warpers, warpers = split_at_warpers(processors)
+    both: list[PathProcessor] = [LogitsProcessors(before_warpers)] if before_warpers else []
+    if constraint is not None:
+        both.append(copy.copy(constraint))
+    target_only = [LogitsProcessors(warpers)] if warpers else []
+    return PathLogits(both, target_only, vocabulary)
 
 
 def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> Any:
@@ -70,11 +85,11 @@ def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> Any:
     except Exception:
         repeats = False
     if not repeats:
-        raise changes(processor)
+        raise error_of_change(processor)
     return state
 
 
-def changes(processor: Processor) -> ArgumentError:
+def error_of_change(processor: Processor) -> ArgumentError:
     """The error for a processor whose scores depend on the calls before."""
     name = getattr(processor, "__name__", type(processor).__name__)
     return ArgumentError(
@@ -86,9 +101,9 @@ def changes(processor: Processor) -> ArgumentError:
 
 def _in_batches(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
     """The scores of all rows; what may tell rows of a batch apart gets one row at a time."""
-    kind = type(processor)
-    takes_rows = kind is not logits_process.PrefixConstrainedLogitsProcessor
-    if takes_rows and kind.__module__ == logits_process.__name__:
+    processor_class = type(processor)
+    treats_rows_alike = processor_class is not logits_process.PrefixConstrainedLogitsProcessor
+    if treats_rows_alike and processor_class.__module__ == logits_process.__name__:
         return processor(ids, scores.clone())
     rows = zip(ids.split(1), scores.clone().split(1), strict=True)
     return torch.cat([processor(*row) for row in rows])
@@ -104,10 +119,10 @@ def _state(value: Any, seen: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, torch.nn.Module) or id(value) in seen:
         return id(value)
     seen |= {id(value)}
-    parts = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    contents = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
     names = ("__dict__", "__self__", "func", "args", "keywords")  # the last three of a partial
-    parts += [getattr(value, name, None) for name in names]
+    contents += [getattr(value, name, None) for name in names]
     if isinstance(value, (list, tuple, set, deque, dict)):
         items = value.values() if isinstance(value, dict) else value
-        parts += [item for item in items if not isinstance(item, (int, str, float))]
-    return repr(value), [_state(part, seen) for part in parts if part is not None]
+        contents += [item for item in items if not isinstance(item, (int, str, float))]
+    return repr(value), [_state(content, seen) for content in contents if content is not None]

@@ -48,7 +48,7 @@ class PathLogits:
             processor.commit(tokens)
 
     def of_target(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
-        """float32 [paths, vocabulary] from the target's logits after all nodes of a tree."""
+        """float32 [paths, vocabulary]: the target's logits after all nodes of a tree, processed."""
         processed = logits.float().clone()
         for processor in self.all:
             processed = processor(paths, processed)
@@ -56,7 +56,7 @@ class PathLogits:
         return processed
 
     def of_draft(self, paths: Sequence[Path], logits: Tensor, d2t: Tensor | None) -> Tensor:
-        """float32 [paths, draft vocabulary] from the draft's logits."""
+        """float32 [paths, draft vocabulary]: the draft's logits, processed as the target's."""
         width = logits.shape[1]
         tokens = torch.arange(width, device=logits.device) if d2t is None else d2t
         scattered = logits.new_full((len(paths), max(width, self.vocabulary)), -torch.inf)
@@ -68,29 +68,26 @@ class PathLogits:
         _restore_rows_without_token(processed, logits)
         return processed
 
-    def check(self, nodes: Iterable[int], length: int) -> None:
-        """Raise SequoiaPlanError if no token was left after one of the accepted nodes.
-
-        `length`: the slot of the root.
-        """
-        for place, node in enumerate(nodes):
+    def check(self, nodes: Iterable[int], root_slot: int) -> None:
+        """Raise SequoiaPlanError if processors left no token after an accepted node."""
+        for level, node in enumerate(nodes):
             if node in self.without_token:
                 names = ", ".join(type(processor).__name__ for processor in self.all)
                 raise SequoiaPlanError(
-                    f"logits: {names} left no token after token {length + 1 + place} of the text, "
-                    "expected at least one"
+                    f"logits: {names} left no token after token {root_slot + 1 + level} of the "
+                    "text, expected at least one"
                 )
 
 
 def _restore_rows_without_token(processed: Tensor, logits: Tensor) -> list[int]:
-    """Give the rows where no token is left their logits back; returns these rows."""
+    """Give rows of `processed` that are all -inf their `logits` back; returns which rows."""
     rows = processed.amax(-1).isneginf().nonzero().flatten()
     processed[rows] = logits[rows].float()
     return rows.tolist()
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int], nodes: Iterable[int]) -> list[Path]:
-    """The paths of nodes; `tokens` are those of all nodes, and each has its parent in `parents`."""
+    """The paths of `nodes`, from the tokens and the parents of all nodes of a tree."""
 
     def path(node: int) -> Path:
         return (*path(parents[node]), tokens[node]) if node else ()

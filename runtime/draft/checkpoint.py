@@ -74,7 +74,7 @@ class Checkpoint:
 
 
 def find_checkpoint(source: str) -> Checkpoint | None:
-    """Read the draft in a folder, a file or under a hub ID if it reads hidden states, else None."""
+    """Read the draft in a folder, a GGUF file or under a hub ID; None if it is no such draft."""
     if is_gguf(source):
         if not _is_gguf_draft(source):
             return None
@@ -104,7 +104,7 @@ def find_checkpoint(source: str) -> Checkpoint | None:
 
 @contextmanager
 def errors_of(draft: str | Path, meaning: str = "") -> Iterator[None]:
-    """A context whose errors name the draft, and others than our own with their `meaning`."""
+    """A context whose errors name the draft; `meaning` precedes those of other libraries."""
     try:
         yield
     except Exception as error:  # torch and transformers raise errors of many types
@@ -131,19 +131,19 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor], like: Tensor)
 
 def _algorithm_of(config: Mapping[str, Any], folder: str) -> str | None:
     """The algorithm that a config.json names; None if it may be a language model's."""
-    kinds, kind = ALGORITHM_OF_SPECULATORS_TYPE, config.get("speculators_model_type")
-    if kind is None:
+    algorithms, name = ALGORITHM_OF_SPECULATORS_TYPE, config.get("speculators_model_type")
+    if name is None:
         architectures = config.get("architectures") or [""]
-        kind = str(architectures[0] if isinstance(architectures, list) else architectures)
-        kinds = ALGORITHM_OF_ARCHITECTURE
-        if not any(word in kind.lower() for word in DRAFT_WORDS):
+        name = str(architectures[0] if isinstance(architectures, list) else architectures)
+        algorithms = ALGORITHM_OF_ARCHITECTURE
+        if not any(word in name.lower() for word in DRAFT_WORDS):
             return None
-    if not isinstance(kind, str) or kind not in kinds:
+    if not isinstance(name, str) or name not in algorithms:
         raise SequoiaPlanError(
-            f"{folder}: found a draft of another kind, {kind!r:.60}, expected one of "
-            f"{', '.join(kinds)}"
+            f"{folder}: found a draft of another kind, {name!r:.60}, expected one of "
+            f"{', '.join(algorithms)}"
         )
-    return kinds[kind]
+    return algorithms[name]
 
 
 def _has_fc(folder: Path) -> bool:
@@ -163,7 +163,7 @@ def _has_fc(folder: Path) -> bool:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a draft's files by name."""
+    """The tensors of a draft's files by name; matrices in 8 bits are multiplied by their scales."""
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         try:
@@ -184,9 +184,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         )
     with errors_of(folder, "its scales do not fit its weights: "):
         for name in [name for name in tensors if name.endswith(".weight_scale")]:
-            scales, integers = tensors.pop(name).float(), name.removesuffix("_scale")
-            groups = tensors[integers].float().unflatten(1, (scales.shape[1], -1))
-            tensors[integers] = (groups * scales[..., None]).flatten(1)
+            scales, matrix_name = tensors.pop(name).float(), name.removesuffix("_scale")
+            groups = tensors[matrix_name].float().unflatten(1, (scales.shape[1], -1))
+            tensors[matrix_name] = (groups * scales[..., None]).flatten(1)
     return tensors
 
 
@@ -202,7 +202,7 @@ def _is_gguf_draft(path: str) -> bool:
 
 
 def _read_gguf_draft(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What config.json and weights of a folder would be, from a file of llama.cpp's converter.
+    """The settings and tensors that a folder would have, from a file of llama.cpp's converter.
 
     Raises:
         SequoiaPlanError: if it is damaged, or has a setting that drafts do not have.
@@ -212,6 +212,7 @@ def _read_gguf_draft(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if GGUF_LAYERS in file.settings:
         ids = [number - 1 for number in file.settings[GGUF_LAYERS]]
         own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
+    # what is left describes a Llama of one layer, which the readers of GGUF files know
     others = {
         key.replace(GGUF_NAME, "llama", 1): value
         for key, value in file.metadata.items()

@@ -27,8 +27,8 @@ class DFlashDrafter(HiddenStateDrafter):
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The one pass, with a row of logits for each node that has children.
 
-        Where logits depend on the parent's token, one entry for each level; the first runs the
-        model.
+        Where logits depend on the parent's token, it is an entry for each level, so that a level's
+        tokens are drawn before the next one's logits; only the first entry runs the model.
         """
         levels = range(tree.num_drafted_levels)
         parents_of_draws = [tree.nodes_with_children(level) for level in levels]
@@ -44,7 +44,7 @@ class DFlashDrafter(HiddenStateDrafter):
         return tuple(passes)
 
     def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **fields: Any) -> DraftPass:
-        """A pass over one block, which is the root's token and mask tokens after it."""
+        """A pass over a block, the root and mask tokens; `logit_rows`: its parents' levels."""
         block = torch.arange(self.model.block.size, device=tensors.nodes.device)
         no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
         fields = {"input_slots": block, **fields}
@@ -77,7 +77,7 @@ class DFlashDrafter(HiddenStateDrafter):
         columns: Tensor,
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """The logits of one draw, from the pass over the block. `columns` int64 [extent]."""
+        """The logits of the pass's children; the model runs only if there is no `previous`."""
         head, length, block = self.model.path_head, sequence.length, self.model.block
         if previous is None:
             slots, extent = length + draft_pass.offsets, columns.numel() + block.size
@@ -88,15 +88,15 @@ class DFlashDrafter(HiddenStateDrafter):
                 cache = sequence.draft.at(slots, extent)
                 hidden_states = self.model(tokens, slots[None], masks, cache)[0]
             logits = self.model.head(hidden_states)[:, : self.vocabulary]
-            of_levels = head.prepare(logits, hidden_states) if head else (logits,)
+            by_level = head.prepare(logits, hidden_states) if head else (logits,)
         else:
-            (of_levels,) = previous.later
-        rows = [part[draft_pass.logit_rows] for part in of_levels]
+            (by_level,) = previous.later
+        by_parent = [tensor[draft_pass.logit_rows] for tensor in by_level]
         if not head:
-            return ForwardOutput(rows[0])
+            return ForwardOutput(by_parent[0])
         # the first of a block is the root, the one parent of the first level
         parents = sequence.tokens[length + draft_pass.input_slots[: draft_pass.num_parents]]
-        return ForwardOutput(head(parents, *rows), later=(of_levels,))
+        return ForwardOutput(head(parents, *by_parent), later=(by_level,))
 
     def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Cache the target's hidden states [tokens, width] of the committed tokens in `slots`."""

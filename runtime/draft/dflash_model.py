@@ -8,13 +8,14 @@ DFlash 2 has convolutions around attention and MLP, and a selector; DSpark has a
 last two make the probabilities of a node's children depend on the node's token, without a pass.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, apply_rotary_pos_emb
 
@@ -26,7 +27,7 @@ from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 
 
 class BlockConvolution(nn.Module):
-    """A convolution over the tokens of a block before a part of a layer, and another after it.
+    """A convolution over the tokens of a block before attention or MLP, and another after it.
 
     A token's output is a weighted sum of itself and the tokens before it. The weights are learned
     ones for each channel plus what the token itself adds to all channels of a group.
@@ -39,23 +40,26 @@ class BlockConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
-    def forward(self, rows: Tensor, part: Any) -> Tensor:
-        """`part` between both convolutions: [1, block, width] -> the same shape."""
-        added = self.kernel_projection(rows).unflatten(-1, (*self.base_kernel.shape[:2], -1))
+    def forward(self, hidden_states: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """A convolution, `sublayer`, and a convolution: [1, block, width] -> the same shape."""
+        added = self.kernel_projection(hidden_states)
+        added = added.unflatten(-1, (*self.base_kernel.shape[:2], -1))
         kernels = self.base_kernel + added.repeat_interleave(self.group, -1)
-        return _convolved(part(_convolved(rows, kernels[:, :, 0])), kernels[:, :, 1])
+        before, after = kernels[:, :, 0], kernels[:, :, 1]
+        return _convolved(sublayer(_convolved(hidden_states, before)), after)
 
 
-def _convolved(rows: Tensor, kernel: Tensor) -> Tensor:
+def _convolved(hidden_states: Tensor, kernel: Tensor) -> Tensor:
     """Each row and those before it, weighted by `kernel` [1, block, taps, width] and added."""
-    shifted = [nn.functional.pad(rows, (0, 0, tap, -tap)) for tap in range(kernel.shape[-2])]
+    taps = range(kernel.shape[-2])
+    shifted = [nn.functional.pad(hidden_states, (0, 0, tap, -tap)) for tap in taps]
     return (torch.stack(shifted, -2) * kernel).sum(-2)
 
 
 class ConvolvedLayer(Qwen3DecoderLayer):
     """A layer of DFlash 2: Qwen3's, with convolutions around its attention and its MLP."""
 
-    def __init__(self, config: Any, number: int, taps: int, group: int) -> None:
+    def __init__(self, config: PreTrainedConfig, number: int, taps: int, group: int) -> None:
         super().__init__(config, number)
         self.attention_conv = BlockConvolution(config.hidden_size, taps, group)
         self.mlp_conv = BlockConvolution(config.hidden_size, taps, group)
@@ -76,18 +80,18 @@ class CandidateSelector(nn.Module):
     def __init__(self, vocabulary: int, width: int, rank: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))  # of parents
+        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))  # of children
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def prepare(self, logits: Tensor, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """What all nodes of a level share, from [levels, vocabulary] and [levels, width]."""
+        """By level, for `forward`: logits, -inf outside the top k; their tokens; projections."""
         largest, candidates = logits.float().topk(min(self.top_k, logits.shape[-1]))
         unary = largest.new_full(logits.shape, -torch.inf).scatter(-1, candidates, largest)
         return unary, candidates, self.hidden_projection(hidden_states)
 
     def forward(self, parents: Tensor, unary: Tensor, candidates: Tensor, hidden: Tensor) -> Tensor:
-        """The logits of the children of nodes with these tokens, [nodes, vocabulary]."""
+        """Logits [nodes, vocabulary] of the children of these parent tokens, from `prepare`'s."""
         context = self.predecessor_codebook[parents] * hidden
         scores = self.successor_codebook[candidates] @ context[..., None]
         return unary.scatter_add(-1, candidates, scores[..., 0].float())
@@ -102,11 +106,11 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, draft_vocabulary, bias=False)
 
     def prepare(self, logits: Tensor, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """What all nodes of a level share, [levels, vocabulary]."""
+        """What `forward` needs of each level: its logits [levels, vocabulary]."""
         return (logits,)
 
     def forward(self, parents: Tensor, logits: Tensor) -> Tensor:
-        """The logits of the children of nodes with these tokens, [nodes, vocabulary]."""
+        """The logits of the children of nodes with the tokens `parents`, [nodes, vocabulary]."""
         return logits + self.markov_w2(self.markov_w1(parents))[:, : logits.shape[-1]]
 
 
@@ -161,9 +165,9 @@ class DFlashModel(HiddenStateDraft):
         return getattr(self, "candidate_selector", None) or getattr(self, "markov_head", None)
 
     def cache_context(self, hidden_states: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Write the keys and values of committed tokens to a cache.
+        """Write keys and values made of the target's hidden states of committed tokens to a cache.
 
-        `positions` int64 [1, tokens].
+        `hidden_states` [1, tokens, layers * target's width]; `positions` int64 [1, tokens].
         """
         context = self.hidden_norm(self.fc(hidden_states.to(self.dtype)))
         cos, sin = self.rotary_emb(context, positions)
@@ -179,10 +183,7 @@ class DFlashModel(HiddenStateDraft):
             cache.update(keys, values, number)
 
     def block_masks(self, length: Tensor, extent: int) -> dict[str, Tensor]:
-        """Additive masks [1, 1, block, extent] of a block, by layer type.
-
-        `length` int64 [1], the root's slot.
-        """
+        """Additive masks [1, 1, block, extent] by layer type; `length` int64 [1], the root's."""
         slots = torch.arange(extent, device=length.device)
         block_slots = (length + torch.arange(self.block.size, device=length.device))[:, None]
         whole_block = (slots < length + self.block.size).expand(self.block.size, -1)

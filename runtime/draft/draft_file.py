@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
@@ -29,10 +29,7 @@ SAMPLE_TEXTS, SAMPLE_TEXT_TOKENS = 32, 64
 
 
 def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> LlamaForCausalLM:
-    """A draft with fresh layers, over the target's embeddings.
-
-    `d2t` int64 [draft vocabulary].
-    """
+    """A draft with fresh layers over the target's embeddings; `d2t` int64 [draft vocabulary]."""
     device, dtype = embeddings.weight.device, embeddings.weight.dtype
     with torch.device("meta"):
         draft = LlamaForCausalLM(config)
@@ -48,7 +45,7 @@ def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> L
 
 
 def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, Any]) -> None:
-    """Write a draft of `build_draft`; `metadata` (JSON) says how it was made."""
+    """Write a draft of `build_draft`, in 8 bits; `metadata` (JSON) says how it was made."""
     tensors = {D2T_KEY: draft.d2t.to(torch.int32)}
     for name, weight in draft.state_dict().items():
         if name == EMBEDDINGS_KEY:
@@ -65,7 +62,9 @@ def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, An
     write_atomically(path, save(tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)}))
 
 
-def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) -> None:
+def save_as_folder(
+    draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
     """Write a draft of `build_draft` as transformers writes models, for other engines.
 
     The folder is larger than the file by embeddings of its own and by a head over the target's
@@ -119,13 +118,14 @@ def _load(
     config = LlamaConfig(**settings)
     if target.module is not None:
         embeddings = target.module.get_input_embeddings()
-    else:  # a copy: the target has them packed
+    else:  # a compiled target has packed embeddings; the draft gets a dense copy
         table = target.backend.embed(torch.arange(target.num_embeddings))
         embeddings = nn.Embedding.from_pretrained(table)
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
+    num_tokens, width = embeddings.weight.shape
     for name, expected in (
-        ("vocab_size", embeddings.weight.shape[0]),
-        ("hidden_size", embeddings.weight.shape[1]),
+        ("vocab_size", num_tokens),
+        ("hidden_size", width),
         ("num_hidden_layers", num_layers),
     ):
         if (value := getattr(config, name)) != expected:

@@ -28,8 +28,10 @@ class DraftPass:
     the tokens that are read; `mask` [width, size + 2]: see `TreeTensors`. Logits belong to
     `parents`, for each of which `num_draws` are drawn, if the draft has so many tokens, and
     `max_children` used: `draw_index` int64 [new nodes] is the place of each of `new_nodes` among
-    all of these. `parent_rows` int64 [width]: in the pass before; `logit_rows` int64 [num_parents];
-    `looked_up` int64 [2, nodes]: parents' rows, and the nodes; `later`: the passes after this one.
+    all of these. `parent_rows` int64 [width]: the rows of the tokens' parents in the pass before;
+    `logit_rows` int64 [num_parents]: which row of a block's logits each parent takes; `looked_up`
+    int64 [2, nodes]: the rows in `parents` of nodes whose first child is looked up, and these
+    children; `later`: the passes after this one.
     """
 
     input_slots: Tensor
@@ -59,7 +61,11 @@ class DraftedTree(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Drafts the tokens of a tree. `d2t` int64 [vocabulary]."""
+    """Drafts the tokens of a tree.
+
+    `vocabulary`: how many tokens it can draft; `d2t` int64 [vocabulary]: the target's token for
+    each of these, None if they are the same.
+    """
 
     model: Any
     drafting: Drafting
@@ -94,7 +100,7 @@ class Drafter(Protocol):
         self.keep_hidden_states(sequence.draft, slots, hidden_states)
         self.catch_up(sequence, slots, extent)
 
-    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+    def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Keep what is made of the target's hidden states [tokens, width] of committed tokens."""
         return None
 
@@ -105,10 +111,10 @@ class Drafter(Protocol):
         columns: Tensor,
         previous: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """Run one pass, after the one that gave `previous`. `columns` int64 [extent]."""
+        """Logits [num_parents, vocabulary] of a pass after `previous`; `columns` int64 [extent]."""
 
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
-        """A pass whose time stands for passes of its width, and what comes before it.
+        """A pass to time for all passes of its width, and the output of a pass before it, if any.
 
         It reads as many tokens as the tree has nodes, and draws one child of each into the slots
         after the tree.
@@ -136,7 +142,8 @@ class Drafter(Protocol):
 
         The level of a token matters to a draft that reads the target's hidden states: in a step, it
         has read those of tokens before the root only. So each step is drafted as a chain whose
-        tokens are known. `slots` int64 [positions]; `aux_hidden_states` [positions, width].
+        tokens are known. `slots` int64 [positions]; `levels`: of each position (see `steps_of`);
+        `aux_hidden_states` [positions, width]. Returns float32 [positions, vocabulary].
         """
         assert aux_hidden_states is not None
         chain = TokenTree.chain(min(max(0, *levels) + 2, self.model.drafting.max_depth))
@@ -148,11 +155,11 @@ class Drafter(Protocol):
             if levels[start] == 0:
                 sequence.length.copy_(slots[start : start + 1])
                 columns = tensors.columns(sequence.length, sequence.tokens.numel())  # of all slots
-                output, rows = None, []
+                output, logits_by_pass = None, []
                 for draft_pass in passes[: end - start]:
                     output = self.forward(draft_pass, sequence, columns, output)
-                    rows.append(output.logits.float())
-                drafted = torch.cat(rows)[: end - start]
+                    logits_by_pass.append(output.logits.float())
+                drafted = torch.cat(logits_by_pass)[: end - start]
                 logits[start : start + len(drafted)] = drafted
             self.keep_hidden_states(sequence.draft, slots[start:end], aux_hidden_states[start:end])
         sequence.length.copy_(length)
@@ -188,7 +195,10 @@ class HiddenStateDrafter(Drafter):
 
 
 def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut positions into steps: ranges whose levels are 0, 1, 2, ..., or a position of level -1."""
+    """Cut positions into the ranges (start, end) that one step drafts: levels 0, 1, 2, ...
+
+    A position of level -1, which no step drafts, is a range of its own.
+    """
     starts = [position for position, level in enumerate(levels) if level <= 0]
     return itertools.pairwise([*starts, len(levels)])
 
@@ -233,7 +243,7 @@ def children_to_draw(
 ) -> dict[str, Any]:
     """The fields of a `DraftPass` on the children that it draws: all but those that are looked up.
 
-    `parents` int [parents].
+    `parents` int [parents]: the nodes whose children these are, in order.
     """
     nodes = np.flatnonzero(np.isin(tree.parents, parents))
     rows = np.searchsorted(parents, tree.parents[nodes])
@@ -274,7 +284,8 @@ def draw_children(
 
     The children of a node whose first child is looked up are drawn without that child's token.
     `slots` int64 [new nodes]; `logits` [num_parents, vocabulary]; `bits` int32 [num_parents,
-    numbers for each]; returns float32 [num_parents, vocabulary].
+    numbers for each]. Returns the draft's probabilities, float32 [num_parents, vocabulary], and its
+    tokens in draw order, int64 [num_parents, max_children].
     """
     count = draft_pass.max_children
     if draft_pass.looked_up is None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class EagleDrafter(HiddenStateDrafter):
         return (replace(first, input_slots=slots, offsets=slots, later=tuple(deeper)), *deeper)
 
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
-        """See `Drafter`: every node reads row 0 of the features before."""
+        """See `Drafter`; the pass before is one row of zeros, the feature of every node."""
         width, device = self.model.feature_width, tensors.nodes.device
         features = torch.zeros(1, width, dtype=self.backend.feature_dtype, device=device)
         previous = ForwardOutput(features[:, :0], features)
@@ -69,26 +68,27 @@ class EagleDrafter(HiddenStateDrafter):
         """
         cache = sequence.draft
         passes = (draft_pass, *draft_pass.later)
-        rows_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
-        rows_by_pass = rows_by_pass or self._rows(passes, sequence, columns, previous is None)
-        (read_slots, *rows), *later = rows_by_pass
+        inputs_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
+        # made at once for all passes of a step, in the first
+        inputs_by_pass = inputs_by_pass or self._inputs(passes, sequence, columns, previous is None)
+        (read_slots, *inputs), *later = inputs_by_pass
         if previous is None:
             features = cache.features[read_slots]
         else:
             assert previous.hidden_states is not None
             features = previous.hidden_states[draft_pass.parent_rows]
         tokens = sequence.tokens[read_slots]
-        logits, outputs = self.backend.read(cache, tokens, features, rows, draft_pass.num_parents)
+        logits, outputs = self.backend.read(cache, tokens, features, inputs, draft_pass.num_parents)
         return ForwardOutput(logits[:, : self.vocabulary], outputs, later)
 
-    def _rows(
+    def _inputs(
         self,
         passes: Sequence[DraftPass],
         sequence: SequenceState,
         columns: Tensor,
         is_first: bool,
     ) -> list[Sequence[Tensor]]:
-        """What `read` needs of each pass of a step, after the slots whose tokens it reads."""
+        """Of each pass, the slots whose tokens it reads, then `rows` of `HiddenStateDraft.read`."""
         widths = [draft_pass.input_slots.numel() for draft_pass in passes]
         slots = sequence.length + torch.cat([draft_pass.input_slots for draft_pass in passes])
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
@@ -105,7 +105,7 @@ class EagleDrafter(HiddenStateDrafter):
     def _split_by_pass(
         self, masks: Sequence[Tensor], widths: list[int], *rows: Tensor
     ) -> list[Sequence[Tensor]]:
-        """Of each pass its part of `rows` (positions come last), its mask, cosines and sines."""
+        """Of each pass: slices of `rows`, its mask, cosines and sines; `widths`: tokens of each."""
         # a row takes the feature of the token before it, and that one's position, as in the engines
         *slots, positions = rows
         positions = (positions - 1).clamp(min=0)
@@ -125,7 +125,7 @@ class EagleDrafter(HiddenStateDrafter):
         (rows,) = self._split_by_pass([mask], [slots.numel()], slots, slots)
         self.backend.read(cache, sequence.tokens[slots], cache.features[slots], rows, 1)
 
-    def keep_hidden_states(self, cache: Any, slots: Tensor, hidden_states: Tensor) -> None:
+    def keep_hidden_states(self, cache: TreeCache, slots: Tensor, hidden_states: Tensor) -> None:
         """Record the features of hidden states; the next first pass reads these tokens again."""
         features = self.backend.features_of(hidden_states)
         cache.features[:, : features.shape[1]].index_copy_(0, slots + 1, features)

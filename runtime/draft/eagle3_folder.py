@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.models.layers.int8 import rows_in_8_bits
@@ -17,14 +18,17 @@ UNUSED_SETTINGS = ("dtype", "transformers_version", "layer_types")
 
 def write_eagle3(
     folder: Path,
-    config: Any,
+    config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
     d2t: Tensor,
     norm_before_residual: bool,
     metadata: Mapping[str, Any],
     in_8_bits: bool,
 ) -> None:
-    """Write config.json and model.safetensors. `d2t` int64 [draft vocabulary].
+    """Write config.json and model.safetensors of an EAGLE-3 draft of one layer.
+
+    `config`: its LlamaConfig; `weights`: by the names of `Eagle3`'s parameters; `d2t` int64 [draft
+    vocabulary]; `metadata`: how it was made, for the file's header.
 
     `in_8_bits`: matrices are int8 with a bfloat16 scale for each 32 inputs, in tensors named as in
     compressed-tensors. Other engines read such a draft once it is exported.

@@ -82,8 +82,8 @@ class Eagle3(EagleModel):
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states)
         if self.fc_norm is not None:
-            parts = hidden_states.chunk(len(self.fc_norm), -1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            by_layer = hidden_states.chunk(len(self.fc_norm), -1)
+            normed = [norm(states) for norm, states in zip(self.fc_norm, by_layer, strict=True)]
             hidden_states = torch.cat(normed, -1)
         return self.fc(hidden_states)
 
@@ -106,6 +106,7 @@ class Eagle3(EagleModel):
         residual = normed if self.norms.before_residual else features
         hidden = add_before(first.post_attention_layernorm, residual, attended)
         mlp = first.mlp(first.post_attention_layernorm(hidden))
+        # a fused layer adds its output and computes the norm of the next one in one kernel
         hidden = add_before(getattr(first, "next_norm", (None,))[0], hidden, mlp)
         hidden = self.run_layers(hidden, angles, masks, cache, first_layer=1)
         return self.norm(hidden) if self.norms.output else hidden
@@ -128,5 +129,5 @@ class Eagle1(EagleModel):
         first.input_layernorm = nn.Identity()
 
     def run(self, embedded: Tensor, features: Tensor, *inputs: Any) -> Tensor:
-        """A linear layer makes one vector of embedding and feature."""
+        """Each row's output: plain layers over one vector made of embedding and feature."""
         return self.run_layers(self.fc(torch.cat([embedded, features], -1)), *inputs)

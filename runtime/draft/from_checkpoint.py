@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, FULL, WINDOWED
@@ -114,7 +115,7 @@ def load_checkpoint(
 def length_remarks(
     checkpoint: Checkpoint, draft: HiddenStateDraft, target: LoadedModel
 ) -> tuple[str, ...]:
-    """What a person should know about the texts it was trained on: one sentence, or none."""
+    """A sentence for users if the draft was trained on shorter texts than the target reads."""
     trained_length = getattr(draft.config, "max_position_embeddings", None)
     context = target.config.max_position_embeddings or 0
     if not trained_length or trained_length >= context:
@@ -164,7 +165,7 @@ def _build(checkpoint: Checkpoint, target: LoadedModel) -> HiddenStateDraft:
     return draft
 
 
-def _layer_config(checkpoint: Checkpoint, target: LoadedModel) -> Any:
+def _layer_config(checkpoint: Checkpoint, target: LoadedModel) -> PreTrainedConfig:
     """The configuration of the draft's layers, as an object of transformers."""
     config = checkpoint.config
     section = config["transformer_layer_config"] if checkpoint.from_speculators else config
@@ -225,7 +226,7 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tup
     if not keys:
         return (AFTER_FINAL_NORM,)
     num_layers = target.config.num_hidden_layers
-    shift = 0 if checkpoint.from_speculators else 1  # what makes our number of a number in the file
+    shift = 0 if checkpoint.from_speculators else 1  # our number less the number in the file
     key = next(iter(layer_ids), keys[0])
     ids: Any = layer_ids.get(key)
     if ids is None and checkpoint.algorithm == EAGLE3:
@@ -245,7 +246,7 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tup
 
 
 def _by_dotted_name(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All settings of a config.json, those of sections in it under names like "section.key"."""
+    """The names and values of all settings, those in sections under names like "section.key"."""
     for name, value in section.items():
         yield prefix + name, value
         if isinstance(value, Mapping):
@@ -253,7 +254,7 @@ def _by_dotted_name(section: Mapping[str, Any], prefix: str = "") -> Iterator[tu
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What config.json says, with the algorithm's own section as if it stood at the top.
+    """The settings of config.json; those in the algorithm's own section come before others.
 
     An unknown key of that section is refused, and so is a value that makes it another model.
     """

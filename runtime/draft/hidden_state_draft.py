@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -57,7 +57,7 @@ class HiddenStateDraft(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: PreTrainedConfig,
         target: LoadedModel,
         aux_hidden_state_layers: tuple[int, ...],
         d2t: Tensor | None,
@@ -111,7 +111,7 @@ class HiddenStateDraft(nn.Module):
         return self.compiled or self
 
     def run_as(self, placement: str) -> tuple[str, ...]:
-        """Run as `placement` says; returns a sentence if its pass is not compiled."""
+        """Have passes compiled or layers fused; a remark for users if they cannot be compiled."""
         remarks: tuple[str, ...] = ()
         if placement == COMPILED:
             from sequoia_plan.runtime.draft.packed_eagle import PackedEagle, why_not
@@ -131,7 +131,7 @@ class HiddenStateDraft(nn.Module):
         return self.recorded or module_metadata(self) | {"placement": RESIDENT}
 
     def check(self) -> None:
-        """Follow changes of the weights, or raise SequoiaPlanError."""
+        """Note changes of the weights; SequoiaPlanError in training mode or under autocast."""
         check_mode(self)
         if self.watch.changes(self):
             self.refresh()
@@ -162,7 +162,7 @@ class HiddenStateDraft(nn.Module):
 
         `tokens` int64 [n]; `features` [n, width]; `rows`: slots int64 [n], positions of the tokens
         before them, the mask [n, extent], and the positions' cosines and sines [1, n, head size].
-        Returns logits and outputs of the last rows.
+        Returns logits and outputs of the last `logits_to_keep` tokens.
         """
         slots, positions, mask, *angles = rows
         masks = self.masks_by_layer_type(cache, mask, positions, slots)
@@ -174,12 +174,12 @@ class HiddenStateDraft(nn.Module):
         return logits[0], outputs[0, -logits_to_keep:]
 
     def new_layers(self) -> nn.ModuleList:
-        """New layers, which have weights of no meaning."""
+        """New layers, whose weights are still to be loaded."""
         return nn.ModuleList(
             self.layer_class(self.config, number) for number in range(len(self.layer_types))
         )
 
-    def new_norm(self, width: int) -> Any:
+    def new_norm(self, width: int) -> nn.Module:
         """A new norm of the class that its layers have."""
         return self.norm_class(width, eps=self.config.rms_norm_eps)
 
@@ -191,7 +191,7 @@ class HiddenStateDraft(nn.Module):
         """int64 [..., tokens] -> [..., tokens, hidden size]."""
         if self.embed_tokens is None:
             return self.target.backend.embed(tokens).to(self.dtype)
-        # which may lack the target's last tokens
+        # its own embeddings may lack the target's last tokens
         tokens = tokens.clamp(max=self.embed_tokens.num_embeddings - 1)
         return self.embed_tokens(tokens).to(self.dtype)
 

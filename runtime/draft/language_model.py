@@ -39,7 +39,7 @@ class LanguageModelDrafter(Drafter):
         return self.model.new_cache(capacity)
 
     def splits_keys(self, tokens: int) -> bool:
-        """As the model's passes do."""
+        """Do the model's passes of up to so many tokens read no keys after their own?"""
         return self.model.backend.splits_keys(tokens)
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
@@ -86,7 +86,7 @@ class LanguageModelDrafter(Drafter):
         return ForwardOutput(output.logits[:, : self.vocabulary])
 
     def logits_over_text(self, sequence: SequenceState, slots: Tensor, *_: Any) -> Tensor:
-        """See `Drafter`: they do not depend on the level."""
+        """See `Drafter`; a language model's logits do not depend on the level."""
         tokens, extent = sequence.tokens[slots], int(slots[-1]) + 1
         logits = self.model.read_text(sequence.draft, tokens, slots, extent).logits
         return logits[:, : self.vocabulary]
@@ -96,5 +96,5 @@ class LanguageModelDrafter(Drafter):
         self.model.read_text(sequence.draft, sequence.tokens[slots], slots, extent, 1)
 
     def commit(self, sequence: SequenceState, path: Tensor) -> None:
-        """Move the keys and values of the nodes in `path` (int64 [depth]) to the root's slot on."""
+        """Move keys and values of nodes in `path` (int64 [depth]) to slots from the root's on."""
         sequence.draft.commit(sequence.length + path, sequence.length)

@@ -16,10 +16,11 @@ import torch
 from msgspec import structs
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, FULL
+from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.files.pretrained import downloaded_folder
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.draft.checkpoint import errors_of
@@ -49,7 +50,7 @@ COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 class MtpHead(nn.Module):
     """One head. `block` is a model of the target's class with one layer, without embeddings."""
 
-    def __init__(self, block: Any, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, block: PreTrainedModel, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.block = block
         block.set_input_embeddings(nn.Identity())
@@ -58,9 +59,14 @@ class MtpHead(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False, dtype=dtype)
 
     def forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, mask: Tensor, cache: Any
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: TreeCache | None,
     ) -> Tensor:
-        """Rows [batch, rows, hidden size] of embeddings and features -> rows after its norm."""
+        """Embeddings and features [batch, rows, hidden size] -> outputs after its norm."""
         normed = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(features)]
         return self.block(
             inputs_embeds=self.fc(torch.cat(normed, -1)),
@@ -79,7 +85,9 @@ class MtpDraft(HiddenStateDraft):
     of these lie side by side, the target's hidden state first.
     """
 
-    def __init__(self, config: Any, blocks: Sequence[Any], target: LoadedModel) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, blocks: Sequence[PreTrainedModel], target: LoadedModel
+    ) -> None:
         super().__init__(config, target, (AFTER_FINAL_NORM,), None, False, 0)
         width, self.num_heads = config.hidden_size, len(blocks)
         self.heads = nn.ModuleList(MtpHead(block, width, target.dtype) for block in blocks)
@@ -88,15 +96,15 @@ class MtpDraft(HiddenStateDraft):
             self.drafting = structs.replace(EAGLE_DRAFT, max_depth=self.num_heads + 1)
 
     def cache_layout(self) -> int:
-        """One layer a head, whose memory its first pass shows."""
+        """The number of layers, one for each head; the first pass shows what memory they need."""
         return self.num_heads
 
     def rotary_emb(self, like: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """The positions themselves: heads make angles of them."""
+        """The positions in place of cosines and sines, which each head computes itself."""
         return (positions,)
 
     def masks_by_layer_type(self, *rows: Any) -> Any:
-        """The mask of each head, [1, 1, tokens, extent]: head k has no feature of token k."""
+        """The mask of each head, [1, 1, tokens, extent]; head k hides the first k + 1 tokens."""
         masks = [*super().masks_by_layer_type(*rows).values()][-1:]
         for number in range(1, self.num_heads):
             masks.append(masks[-1].clone())
@@ -112,27 +120,27 @@ class MtpDraft(HiddenStateDraft):
         cache: Any = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """As for `EagleModel`. Of several heads, those of this level and of deeper ones run.
+        """As for `EagleModel`. Of several heads, that of this level and those of deeper ones run.
 
         Features and outputs are of these alone, which tells the level; the first level's rows are
         committed tokens, one after the other.
         """
         embedded, width = self.embed(tokens), self.config.hidden_size
         outputs: list[Tensor] = []
-        given = features.split(width, -1)
-        first = self.num_heads - len(given)
-        for number, feature in enumerate(given, first):
-            if outputs and not first:
+        features_by_head = features.split(width, -1)
+        level = self.num_heads - len(features_by_head)
+        for number, feature in enumerate(features_by_head, level):
+            if outputs and not level:  # the output of the head before, for the token before
                 feature = torch.cat([feature[:, :1], outputs[-1][:, :-1]], 1)
             outputs.append(self.heads[number](embedded, feature, angles[0], masks[number], cache))
-        passed_on = torch.cat(outputs[: len(given) - 1] or outputs, -1)
-        if not first and self.num_heads > 1:
+        passed_on = torch.cat(outputs[: len(features_by_head) - 1] or outputs, -1)
+        if not level and self.num_heads > 1:
             cache.features[:, width:].index_copy_(0, cache.slots + 1, passed_on[0])
         return self.head(outputs[0][:, -logits_to_keep:]), passed_on  # [-0:] keeps all rows
 
 
 def load_mtp(model: LoadedModel) -> MtpDraft:
-    """The heads in the checkpoint of `model`, which is the target."""
+    """The draft made of MTP heads in the target's checkpoint; SequoiaPlanError if it has none."""
     config = model.config
     whole_config = config if model.module is None else model.module.config
     folder = downloaded_folder(whole_config.name_or_path)
@@ -144,7 +152,7 @@ def load_mtp(model: LoadedModel) -> MtpDraft:
 
 
 def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tensor]]:
-    """Each head's tensors by our names: those with a prefix, or behind the target's layers."""
+    """By head, tensors by `MtpHead`'s names: with a prefix, or behind the target's layers."""
     heads: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -157,7 +165,7 @@ def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tens
     return heads
 
 
-def _why_none(config: Any) -> str:
+def _why_none(config: PreTrainedConfig) -> str:
     """Why a checkpoint of this configuration has no head."""
     for name in COUNTS:
         if count := getattr(config, name, None):
@@ -169,7 +177,7 @@ def _why_none(config: Any) -> str:
 
 
 def build_mtp(model: LoadedModel, heads: Sequence[dict[str, Tensor]]) -> MtpDraft:
-    """The draft of heads with these weights, by the names of `MtpHead`'s parameters.
+    """The draft of heads with these weights, which go by the names of `MtpHead`'s parameters.
 
     transformers loads a head's layer as that of a model with one layer, and so converts weights as
     it does for the target.
@@ -187,10 +195,11 @@ def build_mtp(model: LoadedModel, heads: Sequence[dict[str, Tensor]]) -> MtpDraf
     }
     for name in changes.keys() & vars(config).keys():
         setattr(config, name, changes[name])
-    no_words = copy.deepcopy(config)
-    no_words.vocab_size, no_words.pad_token_id = 1, None
+    # the layer comes with embeddings and a head, which are dropped: one token keeps them small
+    one_token_config = copy.deepcopy(config)
+    one_token_config.vocab_size, one_token_config.pad_token_id = 1, None
     prefix = target_class.base_model_prefix
-    words = dict.fromkeys(
+    one_token_weights = dict.fromkeys(
         (f"{prefix}.embed_tokens.weight", "lm_head.weight"), torch.zeros(1, config.hidden_size)
     )
     blocks, own = [], {"pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight"}
@@ -202,8 +211,8 @@ def build_mtp(model: LoadedModel, heads: Sequence[dict[str, Tensor]]) -> MtpDraf
         }
         layer, info = target_class.from_pretrained(
             None,
-            config=no_words,
-            state_dict=words | weights,
+            config=one_token_config,
+            state_dict=one_token_weights | weights,
             dtype=model.dtype,
             output_loading_info=True,
         )

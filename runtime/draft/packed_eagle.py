@@ -14,7 +14,7 @@ from sequoia_plan.models.files.stored import ModuleSource
 from sequoia_plan.models.layers.fused_layer import is_as_defined
 from sequoia_plan.models.loaded_model import Traits
 from sequoia_plan.models.module_state import Watch, check_mode, everything
-from sequoia_plan.models.packed.backend import multiplied
+from sequoia_plan.models.packed.backend import PackedBackend, multiplied
 from sequoia_plan.models.packed.forward import UNIT, normalise
 from sequoia_plan.models.packed.packed_pass import (
     PackedCache,
@@ -22,6 +22,7 @@ from sequoia_plan.models.packed.packed_pass import (
     cache_dtype,
     visible_slots,
 )
+from sequoia_plan.models.packed.tiles import Matrix
 from sequoia_plan.models.packed.weights import PackedWeights, Storage, model_of, packed_in_memory
 
 IN_8_BITS = Storage(bits=8)
@@ -52,7 +53,7 @@ class PackedEagle:
         return {"draft": self.draft, "version": self.version}
 
     def pack(self) -> None:
-        """Take over the draft's weights."""
+        """Make the packed weights and their pass from the draft's, as they are now."""
         draft, self.watch = self.draft, Watch(everything)
         config, dtype = draft.config, cache_dtype(draft.dtype)
         source = ModuleSource(draft)
@@ -89,13 +90,13 @@ class PackedEagle:
         self.pack()
         self.version += 1
 
-    def embedding(self, target: Any) -> Any:
+    def embedding(self, target: PackedBackend) -> Matrix:
         """The embeddings that it reads; `target`: the backend of its target."""
         assert self.weights
         return target.embedding if self.draft.embed_tokens is None else self.weights.embedding
 
     def features_of(self, hidden_states: Tensor) -> Tensor:
-        """[rows, states * width] -> float32 [rows, width]."""
+        """The target's hidden states [rows, layers * width] -> features float32 [rows, width]."""
         return multiplied(self.fc, hidden_states.float())
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> PackedCache:
@@ -106,27 +107,28 @@ class PackedEagle:
         self, cache: PackedCache, tokens: Tensor, features: Tensor, rows: Sequence[Tensor],
         logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `HiddenStateDraft`; the angles are the pass's own."""
+        """See `HiddenStateDraft.read`; the pass has cosines and sines of its own."""
         slots, positions, mask, *_ = rows
-        x = features.numpy()
-        width = x.shape[1]
-        first = np.zeros((len(x), round_up(2 * width, UNIT)), np.float32)
+        residual = features.numpy()
+        num_tokens, width = residual.shape
+        # what the first layer's attention reads: normed embedding and feature side by side
+        attended = np.zeros((num_tokens, round_up(2 * width, UNIT)), np.float32)
         embedded = self.draft.embed(tokens).float().numpy()
-        epsilon, norms = self.runner.model.epsilon, self.norms
-        for embedding, feature, row in zip(embedded, x, first, strict=True):
-            normalise(embedding, norms[0], epsilon, row)
-            normalise(feature, norms[1], epsilon, row[width:])
+        epsilon, (embedding_norm, feature_norm) = self.runner.model.epsilon, self.norms
+        for embedding, feature, row in zip(embedded, residual, attended, strict=True):
+            normalise(embedding, embedding_norm, epsilon, row)
+            normalise(feature, feature_norm, epsilon, row[width:])
         if self.residual_is_normed:
-            x = first[:, width : 2 * width]
+            residual = attended[:, width : 2 * width]
         logits, outputs = self.runner(
-            cache, x, positions.numpy(), slots.numpy(), visible_slots(mask), logits_to_keep,
-            self.output_layers, first,
+            cache, residual, positions.numpy(), slots.numpy(), visible_slots(mask), logits_to_keep,
+            self.output_layers, attended,
         )  # fmt: skip
         return logits, outputs[-logits_to_keep:]
 
 
 def why_not(draft: Any) -> str:
-    """Why PyTorch runs a draft; "" if it can be packed."""
+    """Why a draft cannot be packed, so that PyTorch runs it; "" if it can."""
     config = draft.config
     if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT or draft.lm_head is None:
         return (

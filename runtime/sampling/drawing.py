@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ LAUNCH = {"num_warps": WARPS, "maxnreg": 65536 // (32 * WARPS)}
 would keep numbers in memory instead, so that several programs fit in."""
 
 
-def loops_for(rows: Tensor) -> Any:
-    """The module `vocabulary_loops` for a CPU's float32 rows; None if it is not for these."""
+def loops_for(rows: Tensor) -> ModuleType | None:
+    """The compiled loops (a module) if `rows` are a CPU's float32 and numba is there, else None."""
     if not HAS_NUMBA or rows.device.type != "cpu" or rows.dtype != torch.float32:
         return None
     return importlib.import_module("sequoia_plan.runtime.compiled.vocabulary_loops")
@@ -35,7 +35,9 @@ def loops_for(rows: Tensor) -> Any:
 class Drawing:
     """A way to draw a node's children, and the random numbers that it takes.
 
-    `on_cpu` draws from the same distribution, with fewer operations on a CPU.
+    `draw` maps probabilities [nodes, vocabulary], a count and random numbers int32 [nodes, numbers]
+    to tokens int64 [nodes, count]. A node takes so many random numbers for each token of the
+    vocabulary, and for each child. `on_cpu` draws from the same distribution, faster on a CPU.
     """
 
     draw: Callable[[Tensor, int, Tensor], Tensor]
@@ -44,7 +46,7 @@ class Drawing:
     on_cpu: Drawing | None = None
 
     def on(self, device: torch.device) -> Drawing:
-        """What draws on a device."""
+        """What draws on a device: this, or its variant for a CPU."""
         return self.on_cpu if self.on_cpu and device.type == "cpu" else self
 
     def columns(self, vocabulary: int, count: int) -> int:
@@ -52,7 +54,7 @@ class Drawing:
         return self.bits_per_token * vocabulary + self.bits_per_child * count
 
     def __call__(self, probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Generate the random numbers, then draw."""
+        """Generate the random numbers, then draw: int64 [nodes, count]."""
         drawing = self.on(probs.device)
         shape = (probs.shape[0], drawing.columns(probs.shape[1], count))
         bits = torch.empty(shape, dtype=torch.int32, device=probs.device)
@@ -62,9 +64,10 @@ class Drawing:
 def without_replacement(probs: Tensor, count: int, bits: Tensor) -> Tensor:
     """int64 [nodes, count]: distinct tokens in draw order, from probs float32 [nodes, vocabulary].
 
-    An exponential race: the same distribution as Gumbel top-k (Kool et al., arXiv 1903.06059).
-    Where fewer than `count` tokens have a probability, the rest are drawn uniformly from the
-    others. `bits` int32 [nodes, vocabulary].
+    An exponential race: each token takes an exponential time, of its probability as the rate, and
+    the first ones are drawn. It has the distribution of Gumbel top-k (Kool et al., arXiv
+    1903.06059). Where fewer than `count` tokens have a probability, the rest are drawn uniformly
+    from the others. `bits` int32 [nodes, vocabulary].
     """
     # (bits + 0.5) / 2^31 is uniform in (0, 1), so the times are exponential with rate 1; log1p
     # keeps the smallest ones exact, which win
@@ -87,7 +90,7 @@ def in_turn(probs: Tensor, count: int, bits: Tensor) -> Tensor:
 
 
 def in_turn_by_tensors(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The same by tensor operations, from numbers float64 [nodes, count] in [0, 1)."""
+    """`in_turn` by tensor operations, from `uniforms` float64 [nodes, count] in [0, 1)."""
     probs_left, is_left = probs.double(), torch.ones_like(probs, dtype=torch.float64)
     tokens: list[Tensor] = []
     for uniform in uniforms.split(1, 1):
@@ -113,10 +116,7 @@ def _uniforms(bits: Tensor, count: int) -> Tensor:
 
 
 def most_probable(scores: Tensor, count: int, bits: Tensor | None = None) -> Tensor:
-    """int64 [nodes, count]: the top tokens in order, from probs or logits [nodes, vocabulary].
-
-    It needs no random `bits`.
-    """
+    """int64 [nodes, count]: the top tokens in order, from probs or logits; it needs no `bits`."""
     loops = loops_for(scores)
     if loops and count:
         tokens = torch.empty(len(scores), count, dtype=torch.long)
@@ -158,10 +158,10 @@ def draw_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
 def race_on_device(
     logits: Tensor, temperature: float, count: int, bits: Tensor, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
-    """softmax(logits / temperature) and `without_replacement` from it, by kernels.
+    """softmax(logits / temperature) and `without_replacement` from it, by Triton kernels.
 
-    `logits` [nodes, vocabulary]; `bits` int32 [nodes, vocabulary]; returns float32 [nodes,
-    vocabulary].
+    `logits` [nodes, vocabulary]; `bits` int32 [nodes, vocabulary]. Returns the probabilities,
+    float32 [nodes, vocabulary], and the tokens, int64 [nodes, count].
     """
     nodes, vocabulary = logits.shape
     grid = (nodes, -(-vocabulary // block))

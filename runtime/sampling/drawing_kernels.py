@@ -42,12 +42,12 @@ def race(
     time = -log1p(-(number + 0.5) / 2147483648.0)  # 2^31
     tl.store(probs + row + tokens, q, mask=inside)
     keys = tl.where(inside, tl.where(q > 0, q / time, -time), -float("inf"))
-    place = (node * tl.num_programs(1) + block) * count
+    first = (node * tl.num_programs(1) + block) * count
     for rank in range(0, count):
         best = tl.max(keys)
         token = tl.min(tl.where(keys == best, tokens, vocabulary - 1))
-        tl.store(best_keys + place + rank, best)
-        tl.store(best_tokens + place + rank, token.to(tl.int64))
+        tl.store(best_keys + first + rank, best)
+        tl.store(best_tokens + first + rank, token.to(tl.int64))
         keys = tl.where(tokens == token, -float("inf"), keys)
 
 

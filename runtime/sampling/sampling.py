@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
@@ -75,8 +76,8 @@ FIXED_POINT = 1 << 50
 """1.0 as a whole number, where probabilities are added as whole numbers."""
 
 
-def not_followed(config: Any, has_processors: bool = False) -> dict[str, Any]:
-    """The settings of a GenerationConfig that decoding does not follow, each with its off value."""
+def not_followed(config: GenerationConfig, has_processors: bool = False) -> dict[str, Any]:
+    """The settings of a GenerationConfig that are on and not followed, each with its off value."""
     off_values = OFF_VALUES if has_processors else OFF_VALUES_OF_PROCESSORS | OFF_VALUES
     return {
         name: off_value
@@ -143,9 +144,13 @@ class Sampling:
 
     @classmethod
     def from_generation_config(
-        cls, config: Any, verifier: str = DEFAULT_VERIFIER, *, has_processors: bool = False
+        cls,
+        config: GenerationConfig,
+        verifier: str = DEFAULT_VERIFIER,
+        *,
+        has_processors: bool = False,
     ) -> Sampling:
-        """The sampling that transformers would do with `config` (a GenerationConfig).
+        """The sampling that transformers would do with `config`.
 
         Args:
             has_processors: the settings that transformers makes logits processors of are followed.
@@ -197,7 +202,7 @@ class Sampling:
         return _probs(logits.float(), self.temperature, self.top_k, self.top_p, self.min_p)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """float32 [nodes, vocabulary]: logits by temperature, -inf for tokens that filters remove.
+        """float32 [nodes, vocabulary]: logits / temperature, -inf for tokens that filters remove.
 
         Args:
             logits: [nodes, vocabulary], the target's.
@@ -230,7 +235,7 @@ class Sampling:
         """
 
         def draw_by_tensor_operations() -> tuple[Tensor, Tensor]:
-            """What this method returns."""
+            """The same on any device, from the same random numbers."""
             probs = self.draft_probs(logits)
             return probs, drawing.draw(probs, count, bits)
 
@@ -248,7 +253,7 @@ class Sampling:
 def _probs(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """float32 [nodes, vocabulary]: probabilities of float32 logits, filtered."""
+    """Probabilities from float32 logits [nodes, vocabulary], of the same shape, filtered."""
     if loops := loops_for(logits):
         rows = logits.detach().reshape(-1, logits.shape[-1]).numpy().copy()
         shares = np.float32(top_p), np.float32(min_p)
@@ -267,7 +272,11 @@ def _probs(
 
 
 def top_p_filter(probs: Tensor, top_p: float) -> Tensor:
-    """float32 [nodes, vocabulary]: the most probable tokens with mass >= top_p, renormalised."""
+    """float32 [nodes, vocabulary]: the most probable tokens with mass >= top_p, renormalised.
+
+    Positive floats have the order of their bit patterns. So two histograms of these find the lowest
+    probability to keep, which is faster than to sort the vocabulary.
+    """
     # the clamp gives NaN a bin, too: the step reports it afterwards
     bits = probs.view(torch.int32).long().clamp_(0, LARGEST_BITS)
     # 30 bits in all: the bin of the upper 15 that has the last probability, then the lower 15
@@ -279,7 +288,7 @@ def top_p_filter(probs: Tensor, top_p: float) -> Tensor:
 
 
 def summands(probs: Tensor, mass: float) -> tuple[Tensor, float]:
-    """Probabilities and a mass in numbers whose sums are the same in every process.
+    """Probabilities and a mass in numbers whose sums are the same in every run.
 
     A CUDA device adds in no fixed order, which rounds floats differently from run to run, so both
     become whole numbers there. The CPU adds in a fixed order, and floats are faster.
@@ -295,7 +304,7 @@ def whole_numbers(probs: Tensor, mass: float) -> tuple[Tensor, int]:
 def _boundary(weights: Tensor, bins: Tensor, mass: float | Tensor) -> tuple[Tensor, Tensor]:
     """The lowest bin with less than `mass` above it (int64 [nodes, 1]), and the mass above it.
 
-    `weights` [nodes, vocabulary]; `bins` int64 [nodes, vocabulary].
+    `weights` [nodes, vocabulary]; `bins` int64 [nodes, vocabulary], each token's, below 2^15.
     """
     top = 0x7FFF  # the last of 2^15 bins; the histogram has it first
     shape = (*weights.shape[:-1], top + 1)

@@ -53,10 +53,7 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def verify(verifier: Verifier, tree: DrawnTree, uniforms: Tensor) -> AcceptedPath:
-    """Sample the accepted path and the bonus token.
-
-    `uniforms` float64 [2].
-    """
+    """Sample the accepted path and the bonus token from two uniform numbers (float64 [2])."""
     if tree.index.size == 1:  # nothing was drafted
         acceptance = Acceptance(uniforms.new_ones(1), None, tree.index.together)
     else:

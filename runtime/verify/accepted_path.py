@@ -23,8 +23,10 @@ class DrawnTree:
     token alone; the siblings are drawn from the draft's distribution without that token.
 
     Args:
+        target_probs: see `TargetProbs`.
         draft_probs: float [inner nodes, draft vocabulary].
         drawn: int64 [inner nodes, branching], in the draft's vocabulary.
+        index: the tree's structure.
         d2t: int64 [draft vocabulary], the target's tokens; None if the vocabularies are the same.
         looked_up: int64 [size], the token of each node's first child if that is looked up, else -1;
             None if no child is.
@@ -38,7 +40,7 @@ class DrawnTree:
     looked_up: Tensor | None = None
 
     def covered(self, probs: Tensor) -> Tensor:
-        """Those of probabilities [k, vocabulary] that are of the draft's tokens, in its order."""
+        """Probabilities [k, vocabulary] -> [k, draft vocabulary]: those of the draft's tokens."""
         return probs if self.d2t is None else probs.index_select(1, self.d2t)
 
     def without_looked_up(self, probs: Tensor, nodes: Tensor) -> Tensor:
@@ -58,10 +60,10 @@ class Acceptance:
     Args:
         end_probs: float64 [size], the probability that the accepted path ends at each node, given
             the tokens drawn.
-        residual_probs: maps places in `order` (int64 [k]) to the residual distribution of the node
-            at each place (float [k, draft vocabulary], not normalised): the bonus token's, if the
-            path ends there. For tokens that the draft's vocabulary lacks, it is the target's
-            distribution, in the same units. None if the tree has no inner node.
+        residual_probs: maps rows of `order` (int64 [k]) to the residual distributions of their
+            nodes (float [k, draft vocabulary], not normalised): the bonus token's, if the path ends
+            there. For tokens that the draft's vocabulary lacks, it is the target's distribution, in
+            the same units. None if the tree has no inner node.
         order: the order of the inner nodes that `residual_probs` uses.
     """
 
@@ -82,7 +84,7 @@ class Acceptance:
         probs = tree.without_looked_up(tree.target_probs(end), end)
         if self.residual_probs is None:
             return probs
-        residual = self.residual_probs(self.order.place_of_node[end])
+        residual = self.residual_probs(self.order.row_of_node[end])
         if tree.d2t is not None:
             residual = probs.index_copy(1, tree.d2t, residual)
         # only rounding leads to a residual of mass 0: a child was certain to be accepted
@@ -94,7 +96,8 @@ class Acceptance:
 class AcceptedPath:
     """The result of one step of verification, in fixed shapes.
 
-    `path` int64 [depth]; `count` int64 [1]; `bonus` int64 [1].
+    `path` int64 [depth], nodes from the root on, of which the first `count` (int64 [1]) are
+    accepted; `bonus` int64 [1], the token after them.
     """
 
     path: Tensor
@@ -103,10 +106,7 @@ class AcceptedPath:
 
 
 def sample_path(acceptance: Acceptance, tree: DrawnTree, uniforms: Tensor) -> AcceptedPath:
-    """Sample the end of the path and the bonus token by inversion.
-
-    `uniforms` float64 [2].
-    """
+    """Sample the end of the path and the bonus token by inversion of `uniforms` (float64 [2])."""
     index = tree.index
     end = index.post_order[draw_tokens(acceptance.end_probs[index.post_order], uniforms[:1])]
     bonus = draw_tokens(acceptance.bonus_probs(end, tree)[0], uniforms[1:])
@@ -130,7 +130,7 @@ def greedy(choices: Tensor, tokens: Tensor, index: TreeIndex) -> AcceptedPath:
 def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:
     """float64 [size]: `Acceptance.end_probs` of a verifier that walks from the root down.
 
-    `child_probs` float [inner nodes, branching].
+    `child_probs` float [inner nodes, branching]: to go on to each child from its parent.
     """
     step_probs = child_probs.new_ones(index.size, dtype=torch.float64)
     step_probs[1:] = child_probs.t().flatten()[index.together.cells]
@@ -142,7 +142,7 @@ def end_probs_from_root(child_probs: Tensor, index: TreeIndex) -> Tensor:
 def first_accepted_probs(accept_probs: Tensor) -> Tensor:
     """float64 [inner nodes, branching]: the probability that each child is the first accepted one.
 
-    `accept_probs` float [inner nodes, branching].
+    `accept_probs` float [inner nodes, branching]: to accept each once those before are rejected.
     """
     accept_probs = accept_probs.double()
     return accept_probs * exclusive_cumprod(1 - accept_probs)

@@ -33,7 +33,7 @@ from sequoia_plan.runtime.verify.tree_index import VerificationOrder
 
 @dataclass
 class Residual:
-    """R and D of all inner nodes, which are in a `VerificationOrder`.
+    """R and D of all inner nodes, in the rows of a `VerificationOrder`.
 
     Neither is normalised. R stays in the units of the target's probabilities, so that it never
     changes for tokens that the draft's vocabulary lacks. `p`, `q` float [inner nodes, draft
@@ -61,19 +61,19 @@ class Residual:
         """
         all_probs = tree.target_probs(order.nodes)
         probs = tree.without_looked_up(all_probs, order.nodes)
-        tokens = None if tree.looked_up is None else tree.looked_up[order.nodes]
+        looked_up = None if tree.looked_up is None else tree.looked_up[order.nodes]
         q = tree.draft_probs.index_select(0, order.draft_rows)
         children = tree.drawn.index_select(0, order.draft_rows)
         p = tree.covered(probs)
-        mass = p.sum(-1)
-        uncovered_mass = torch.zeros_like(mass)
+        p_mass = p.sum(-1)
+        uncovered_mass = torch.zeros_like(p_mass)
         if tree.d2t is not None:
-            uncovered_mass = (probs.sum(-1) - mass).clamp_(min=0)
+            uncovered_mass = (probs.sum(-1) - p_mass).clamp_(min=0)
         has_drawn_child = order.has_child
-        if tokens is not None:
+        if looked_up is not None:
             has_drawn_child = has_drawn_child.clone()
-            has_drawn_child[:, 0] &= tokens < 0
-            # the place of a child that is looked up has no draw: another child's takes it
+            has_drawn_child[:, 0] &= looked_up < 0
+            # a child that is looked up has no draw: another child's stands in its column
             children[:, 0] = torch.where(
                 has_drawn_child[:, 0], children[:, 0], children[:, min(1, children.shape[1] - 1)]
             )
@@ -82,35 +82,35 @@ class Residual:
             masses = _undrawn_masses(q, q_at_children, children, has_drawn_child)
         else:
             masses = q.sum(-1, keepdim=True).expand_as(q_at_children)
-        is_exhausted = masses <= 0
+        is_exhausted = masses <= 0  # q has no token left, so D is uniform over those not drawn
         ranks = torch.arange(children.shape[1], device=q.device, dtype=q.dtype)
         num_undrawn = (q.shape[1] - ranks).expand_as(masses)
-        if tokens is not None:  # `ranks` counts it as drawn, but the draft may lack it
-            num_undrawn = num_undrawn + _not_in_draft(tokens, tree.d2t)[:, None]
+        if looked_up is not None:  # `ranks` counts it as drawn, but the draft may lack it
+            num_undrawn = num_undrawn + _not_in_draft(looked_up, tree.d2t)[:, None]
         inverse_d = torch.where(q_at_children > 0, masses / _positive(q_at_children), 0.0)
         inverse_d = torch.where(is_exhausted, num_undrawn, inverse_d)
         q_factor = torch.where(is_exhausted, 0.0, 1 / _positive(masses))
         uniform_factor = is_exhausted / num_undrawn
         terms = [p.gather(1, children), q_at_children, inverse_d, q_factor, uniform_factor]
         child_terms = torch.stack(terms).permute(2, 0, 1).contiguous()
-        zeros, ones = torch.zeros_like(mass), torch.ones_like(mass)
-        total_mass = mass + uncovered_mass
-        if tokens is not None:
-            p_looked_up = all_probs.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+        zeros, ones = torch.zeros_like(p_mass), torch.ones_like(p_mass)
+        total_mass = p_mass + uncovered_mass
+        if looked_up is not None:
+            p_looked_up = all_probs.gather(1, looked_up.clamp(min=0)[:, None])[:, 0]
             looked_up_terms = torch.stack([p_looked_up, zeros, ones, zeros, zeros])
-            child_terms[0] = torch.where(tokens >= 0, looked_up_terms, child_terms[0])
-            total_mass = total_mass + torch.where(tokens >= 0, p_looked_up, 0.0)
+            child_terms[0] = torch.where(looked_up >= 0, looked_up_terms, child_terms[0])
+            total_mass = total_mass + torch.where(looked_up >= 0, p_looked_up, 0.0)
         state = torch.stack([zeros, zeros, ones, 1 / _positive(total_mass), zeros])
         return cls(p, q, uncovered_mass, child_terms, state, torch.zeros_like(child_terms[:, 0]))
 
     @property
     def node_probs(self) -> Tensor:
-        """float [inner nodes]: a; after `reject_children`, for the node itself as the end."""
+        """float [inner nodes]: a; after `reject_children`, to accept the node as the end."""
         return self.state[2]
 
-    def set_node_probs(self, places: slice, probs: Tensor) -> None:
-        """Start the nodes at `places` with a = `probs` (float [nodes])."""
-        self.state[2:, places].mul_(probs)
+    def set_node_probs(self, rows: slice, probs: Tensor) -> None:
+        """Start the nodes of `rows` with a = `probs` (float [nodes])."""
+        self.state[2:, rows].mul_(probs)  # a and a / mass of R; both were those of a = 1
 
     def reject_children(self, group: tuple[slice, ...]) -> None:
         """Compute the acceptance of each child of a group's nodes, then reject it.
@@ -124,35 +124,35 @@ class Residual:
         A node whose a is 1 keeps it.
 
         Args:
-            group: for each rank, the places of the nodes that have a child of that rank.
+            group: for each rank, the rows of the nodes that have a child of that rank.
         """
         has_kernel = kernels_available(self.p.device)
-        for rank, places in enumerate(group):
-            by_tensors = partial(self._reject_by_tensors, rank, places)
+        for rank, rows in enumerate(group):
+            by_tensors = partial(self._reject_by_tensors, rank, rows)
             if has_kernel:
-                by_kernel = partial(self._reject_by_kernel, rank, places)
+                by_kernel = partial(self._reject_by_kernel, rank, rows)
                 kernel_or_tensors(("verification", self.p.dtype), by_kernel, by_tensors)
             else:
                 by_tensors()
 
-    def _reject_by_tensors(self, rank: int, places: slice) -> None:
-        """Reject the children of this rank by tensor operations."""
+    def _reject_by_tensors(self, rank: int, rows: slice) -> None:
+        """Test and reject the child of this rank of each node; updates `state` in place."""
         tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
-        terms = self.child_terms[rank, :, places]
+        terms = self.child_terms[rank, :, rows]
         p_child, q_child, inverse_d, q_factor, uniform_factor = terms.unbind()
-        c, e, a, scale = self.state[:4, places].unbind()  # views: updated in place
+        c, e, a, scale = self.state[:4, rows].unbind()  # views: updated in place
         r_child = torch.addcmul(p_child, c, q_child, value=-1).sub_(e)
-        self.accept_probs[rank, places] = r_child.mul_(scale).mul_(inverse_d).clamp_(0, 1)
+        self.accept_probs[rank, rows] = r_child.mul_(scale).mul_(inverse_d).clamp_(0, 1)
         divisor = scale.clamp(min=tiny)
         c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
         e.addcdiv_(uniform_factor, divisor)
-        mass = _residual_masses(self.p[places], self.q[places], c, e)
-        mass.add_(self.uncovered_mass[places]).mul_(scale)
+        mass = _residual_masses(self.p[rows], self.q[rows], c, e)
+        mass.add_(self.uncovered_mass[rows]).mul_(scale)
         total = (1 - a).add_(mass).clamp_(min=tiny)
         a.copy_(mass.div_(total))
         scale.div_(total).clamp_(max=largest)
 
-    def _reject_by_kernel(self, rank: int, places: slice) -> None:
+    def _reject_by_kernel(self, rank: int, rows: slice) -> None:
         """As `_reject_by_tensors`, by a Triton kernel: a program for each node and block of tokens.
 
         The masses of blocks go to scratch memory.
@@ -161,16 +161,16 @@ class Residual:
         num_blocks = -(-vocabulary // BLOCK)
         launch(
             "runtime.verify.residual_kernels.reject_child",
-            (places.stop - places.start, num_blocks), self.p, self.q, self.uncovered_mass,
-            self.child_terms, self.state, self.accept_probs, places.start, rank, num_nodes,
+            (rows.stop - rows.start, num_blocks), self.p, self.q, self.uncovered_mass,
+            self.child_terms, self.state, self.accept_probs, rows.start, rank, num_nodes,
             vocabulary, self.p.new_empty(num_nodes, num_blocks), BLOCK=BLOCK,
             MAX_BLOCKS=1 << (num_blocks - 1).bit_length(), **LAUNCH,
         )  # fmt: skip
 
-    def residual_probs(self, places: Tensor) -> Tensor:
-        """float [k, draft vocabulary]: R at `places` (int64 [k])."""
-        c, e = self.state[:2, places].unsqueeze(-1).unbind()
-        return _residual(self.p[places], self.q[places], c, e)
+    def residual_probs(self, rows: Tensor) -> Tensor:
+        """float [k, draft vocabulary]: R of the nodes of `rows` (int64 [k]), not normalised."""
+        c, e = self.state[:2, rows].unsqueeze(-1).unbind()
+        return _residual(self.p[rows], self.q[rows], c, e)
 
 
 def sequential_acceptance(tree: DrawnTree, *, removes_rejected: bool) -> Acceptance:

@@ -54,15 +54,15 @@ def acceptance(tree: DrawnTree) -> Acceptance:
     accept_probs = torch.where(q_at_children > 0, ratio, 0.0).where(order.has_child, 0.0)
     child_probs = first_accepted_probs(accept_probs)
 
-    def residual_probs(places: Tensor) -> Tensor:
-        """The bonus token's distribution at these places in `order` (int64 [k])."""
-        return (p[places] - overlap[places] * gain[places]).clamp_(min=0)
+    def residual_probs(rows: Tensor) -> Tensor:
+        """The bonus token's distribution for rows of `order` (int64 [k])."""
+        return (p[rows] - overlap[rows] * gain[rows]).clamp_(min=0)
 
     return Acceptance(end_probs_from_root(child_probs, tree.index), residual_probs, order)
 
 
 def _overlap(p: Tensor, q: Tensor, rho: Tensor, total: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of q that one test accepts, and how much more often k tests accept than one."""
+    """min(p / rho, q), which one test accepts, and how much more often k tests accept than one."""
     overlap = torch.minimum(p / rho, q)
     beta = (overlap.sum(-1, keepdim=True) / total).clamp(torch.finfo(p.dtype).tiny, 1)
     return overlap, -torch.expm1(k * torch.log1p(-beta)) / beta

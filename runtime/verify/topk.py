@@ -19,11 +19,11 @@ def acceptance(tree: DrawnTree) -> Acceptance:
     p = tree.covered(probs)
     child_probs = p.gather(1, children).where(order.has_child, 0.0) / probs.sum(-1, keepdim=True)
 
-    def residual_probs(places: Tensor) -> Tensor:
-        """The target's probabilities without the children's, at places in `order` (int64 [k])."""
+    def residual_probs(rows: Tensor) -> Tensor:
+        """The target's probabilities without the children's, for rows of `order` (int64 [k])."""
         # counts are added, because the padding of `children` may repeat a child's token
-        counts = torch.zeros_like(p[places])
-        counts.scatter_add_(1, children[places], order.has_child[places].to(p.dtype))
-        return p[places].masked_fill(counts > 0, 0.0)
+        counts = torch.zeros_like(p[rows])
+        counts.scatter_add_(1, children[rows], order.has_child[rows].to(p.dtype))
+        return p[rows].masked_fill(counts > 0, 0.0)
 
     return Acceptance(end_probs_from_root(child_probs, tree.index), residual_probs, order)

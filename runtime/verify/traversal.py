@@ -47,7 +47,7 @@ def residual_after_children(tree: DrawnTree) -> Residual:
     order = tree.index.by_level
     residual = Residual.start(tree, order, removes_rejected=True)
     for group, group_cells in zip(order.groups, order.group_cells, strict=True):
-        if group_cells is not None:
+        if group_cells is not None:  # each starts with the a that it has as a child
             residual.set_node_probs(group[0], residual.accept_probs.flatten()[group_cells])
         residual.reject_children(group)
     return residual

@@ -17,17 +17,19 @@ from sequoia_plan.artifacts import TokenTree
 class VerificationOrder:
     """The inner nodes (those that have children) in an order in which they can be verified.
 
-    The position of a node in this order is its place. The nodes are in groups, which are verified
-    one after the other. Within a group, the nodes with the most children come first: the nodes that
-    have a child of some rank are then a slice, and updates of them are in place. `nodes` int64
-    [inner nodes]; `draft_rows` int64 [inner nodes]; `place_of_node` int64 [size]; `cells` int64
-    [size - 1], where each node below the root is in numbers [branching, inner nodes]; `has_child`
-    bool [inner nodes, branching].
+    Verifiers have tensors with a row for each inner node, in this order. Rows are in groups, which
+    are verified one after the other. Within a group, the nodes with the most children come first:
+    those that have a child of some rank are then a slice of rows, which is updated in place.
+    `nodes` int64 [inner nodes], the node of each row; `row_of_node` int64 [size]; `draft_rows`
+    int64 [inner nodes], the same nodes' rows in `DrawnTree`; `has_child` bool [inner nodes,
+    branching]; `cells` int64 [size - 1], where each node below the root is in a flattened tensor
+    [branching, inner nodes] of children by rank and parent. Of each group, `groups` has the rows
+    with a child of each rank, and `group_cells` the cells of its nodes (None for the root).
     """
 
     nodes: Tensor
     draft_rows: Tensor
-    place_of_node: Tensor
+    row_of_node: Tensor
     cells: Tensor
     has_child: Tensor
     groups: tuple[tuple[slice, ...], ...]
@@ -37,35 +39,35 @@ class VerificationOrder:
     def of(
         cls, tree: TokenTree, group_of_node: np.ndarray, device: torch.device | str
     ) -> VerificationOrder:
-        """The order of the inner nodes of `tree`: by group, then by number of children.
+        """The order of the inner nodes of `tree`: by `group_of_node`, int [size], then by children.
 
-        `group_of_node` int [size].
+        Those with more children come first.
         """
         inner = np.flatnonzero(tree.child_count)
         draft_rows = np.lexsort((-tree.child_count[inner], group_of_node[inner]))
         nodes = inner[draft_rows]
         counts = tree.child_count[nodes]
-        place_of_node = np.zeros(tree.size, np.int64)
-        place_of_node[nodes] = np.arange(nodes.size)
-        cells = (tree.ranks[1:] - 1) * nodes.size + place_of_node[tree.parents[1:]]
+        row_of_node = np.zeros(tree.size, np.int64)
+        row_of_node[nodes] = np.arange(nodes.size)
+        cells = (tree.ranks[1:] - 1) * nodes.size + row_of_node[tree.parents[1:]]
 
         groups: list[tuple[slice, ...]] = []
         group_cells: list[Tensor | None] = []
         for group in np.unique(group_of_node[nodes]):
-            places = np.flatnonzero(group_of_node[nodes] == group)
-            start, group_counts = int(places[0]), counts[places]
+            rows = np.flatnonzero(group_of_node[nodes] == group)
+            start, group_counts = int(rows[0]), counts[rows]
             ends = [
                 start + int((group_counts > rank).sum()) for rank in range(int(group_counts[0]))
             ]
             groups.append(tuple(slice(start, end) for end in ends))
             # the first group has the root, which has no cell
-            group_cells.append(_tensor(cells[nodes[places] - 1], device) if start else None)
+            group_cells.append(_tensor(cells[nodes[rows] - 1], device) if start else None)
 
         has_child = np.arange(tree.branching) < counts[:, None]
         return cls(
             nodes=_tensor(nodes, device),
             draft_rows=_tensor(draft_rows, device),
-            place_of_node=_tensor(place_of_node, device),
+            row_of_node=_tensor(row_of_node, device),
             cells=_tensor(cells, device),
             has_child=torch.as_tensor(has_child, device=device),
             groups=tuple(groups),
@@ -79,7 +81,8 @@ class TreeIndex:
 
     `child_count` [size]; `parents` [size - 1], of the nodes below the root; `levels` [size], the
     root's 0; `paths` [size, depth], the nodes from the root to each, then zeros; `post_order`
-    [size], children before their parent.
+    [size], children before their parent. The order `together` has all nodes in one group,
+    `by_level` has a group for each level.
     """
 
     size: int

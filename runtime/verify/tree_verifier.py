@@ -30,7 +30,7 @@ def most_probable_tokens(logits: Tensor) -> Tensor:
 class TreeVerifier:
     """Verifies one tree. `d2t` int64 [draft vocabulary].
 
-    `observe`, if there is one, is called with what the verifier gets, before it.
+    `observe`, if set, is called with the `DrawnTree` before each verification.
     """
 
     observe: Callable[[DrawnTree], None] | None = None
@@ -85,7 +85,7 @@ class TreeVerifier:
     def with_undrafted_rows(
         self, draft_probs: Tensor, drawn: Tensor, vocabulary: int
     ) -> tuple[Tensor, Tensor]:
-        """Add the rows of parents below the last draft pass, whose only child is looked up."""
+        """Add rows of zeros for parents that no draft pass covers: their child is looked up."""
         num_parents, branching = self.index.together.has_child.shape
         if draft_probs.ndim == 1:  # nothing is drafted
             width = vocabulary if self.d2t is None else self.d2t.numel()

@@ -19,6 +19,7 @@ from drafts import small_pair
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime import Grammar, Sampling, SequoiaDecoder
 from sequoia_plan.runtime.constraints import path_logits
+from sequoia_plan.runtime.constraints.logits_processors import path_logits_of
 
 IDS, NEW = torch.tensor([[5, 6, 7, 8]]), 24
 CLOSE = dict(atol=1e-4, rtol=1e-4)  # the compiled pass against transformers
@@ -54,7 +55,7 @@ def error(verifier, covered=None):
     models = toy_models(noise=0.7, covered=covered, vocabulary=4)
     decoder = SequoiaDecoder(*models, SMALL_TREES["both"])
     prompt = [3, 1, 2]
-    decoder.step.sequence.path_logits = decoder._path_logits([NotAgain()], None)
+    decoder.step.sequence.path_logits = path_logits_of([NotAgain()], None, 4)
     decoder.step.sequence.path_logits.begin(prompt, ())
     sampling = Scripted(1.0, verifier=verifier)
     return error_of_a_step(decoder, prompt, sampling, Forbidding(0, vocabulary=4))
