@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 import re
 import time
@@ -43,7 +42,7 @@ MAX_CODE = 500
 MAX_HIDDEN_STATE = 60_000.0
 """Hidden states are clamped to this magnitude: float16 ends at 65,504."""
 FILL_SHARE = 0.1
-"""Of the conversations, for a model with markers for it: what is missing in the code of an answer."""
+"""Of a coder's conversations: they fill in what is missing in the code of an answer."""
 CODE = re.compile(r"```\w+\n(.*?\n.*?\n.*?)```", re.DOTALL)
 """Code of three lines and more in an answer."""
 QUESTION_MARKER = "QUESTION-5b1f"
@@ -128,9 +127,7 @@ class Writer:
     def conversations(self) -> Iterator[Conversation]:
         """Yield conversations as they end."""
         context = self.recipe.context
-        lanes = [
-            self.next_lane(Lane(row * context, [], None)) for row in range(self.recipe.rows)
-        ]
+        lanes = [self.next_lane(Lane(row * context, [], None)) for row in range(self.recipe.rows)]
         while True:
             self.read(lanes)
             for number, lane in enumerate(lanes):
@@ -178,10 +175,12 @@ class Writer:
         return self.lane(last, prompt, next(self.temperatures))
 
     def lane(self, last: Lane, prompt: list[int], temperature: float | None) -> Lane:
-        """A conversation in the slots of the last one: tokens that begin both are not read again."""
+        """A conversation in the slots of the last one; what begins both is not read again."""
         lane = Lane(last.first_slot, prompt[: self.recipe.context // 2], temperature)
-        read = len(os.path.commonprefix([lane.tokens[:-1], last.tokens[: last.num_read]]))
-        lane.num_read, lane.rows = read, last.rows[:read]
+        # the last token is read, because its logits choose the next
+        pairs = zip(lane.tokens[:-1], last.tokens[: last.num_read], strict=False)
+        lane.num_read = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        lane.rows = last.rows[: lane.num_read]
         return lane
 
     def read(self, lanes: Sequence[Lane]) -> None:
@@ -272,7 +271,7 @@ def write_text(target: LoadedModel, recipe: TextRecipe, output: Path) -> None:
 
 
 def count_written(folder: Path, metadata: dict[str, Any]) -> tuple[int, int]:
-    """The files of text in a folder, and their answer tokens; an error if they are of another call."""
+    """How many files of text a folder has, and answer tokens; refuses those of another call."""
     files, answer_tokens = sorted(folder.glob("text-*.safetensors")), 0
     if not files:
         check_new_folder(folder)
