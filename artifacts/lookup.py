@@ -38,7 +38,7 @@ class MatchClass(Artifact, frozen=True):
 
 
 class LookupCounts(Artifact, frozen=True):
-    """Counts by class of match, and the text that they come from."""
+    """Counts by match class, and the text that they come from."""
 
     classes: Annotated[
         tuple[MatchClass, ...], "one for each range of match lengths, the shortest first"

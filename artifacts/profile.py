@@ -23,7 +23,7 @@ from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, check_forma
 FORMAT, VERSION, MADE_BY = "sequoia-plan-profile", 1, "sequoia-plan profile"
 EXPECTED = f"a file written by {MADE_BY}"
 MAX_BYTES = 1 << 20
-"""A profile with counts by class of match has about 40 thousand bytes."""
+"""A profile with counts by match class has about 40 thousand bytes."""
 
 
 def takes_chains_only(models: Mapping[str, Any]) -> bool:
