@@ -16,10 +16,7 @@ MIN_TRIALS = 50
 
 
 def drafted_acceptance(profile: Profile, match_class: MatchClass) -> Acceptance:
-    """The rates of steps of one match class with all nodes drafted.
-
-    A match class with too few counts has the profile's own.
-    """
+    """The rates of one match class with all nodes drafted; the profile's own for too few counts."""
     counts = match_class.drafted
     if counts is None or counts.trials[0].sum() < MIN_TRIALS:
         counts = profile.acceptance.counts
@@ -75,10 +72,7 @@ def looked_up_as_visited(rates: Floats, visits_by_run: Floats) -> Floats:
 
 
 def without_repeats(rates: Floats) -> Acceptance:
-    """The acceptance without its last levels that repeat the one above: it holds for them as well.
-
-    `rates` float64 [levels, node classes, ranks].
-    """
+    """The acceptance without last levels that repeat the one above, which holds for them, too."""
     differs = np.flatnonzero((np.diff(rates, axis=0) != 0).any((1, 2)))
     return Acceptance(rates[: differs[-1] + 2 if differs.size else 1])
 

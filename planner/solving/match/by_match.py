@@ -120,10 +120,9 @@ def _with_trees_exchanged(
 
 
 def _with_by_match(trees: dict[int, TokenTree]) -> TokenTree:
-    """One tree for a file: that of matches of length 0, with the others in its `by_match`.
+    """The tree for no match, with the others in `by_match` unless they equal the one before.
 
-    `trees`: by the shortest match of their class, ascending. One that equals the tree before it is
-    left out, because a tree holds for longer matches as well until the next one.
+    `trees`: by the shortest match of their class, ascending.
     """
     by_match = {
         length: TokenTree(tree.parents, looks_up=tree.looks_up)

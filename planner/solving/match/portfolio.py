@@ -49,10 +49,7 @@ class MatchProblem:
         return self.looked_up
 
     def fastest(self, present: FastestTree, **beside: Any) -> FastestTree:
-        """The fastest tree of this class; `present` is its tree so far, returned if none is faster.
-
-        `beside`: fields of `SpeedProblem` that say what the steps of other classes take and yield.
-        """
+        """The fastest tree, or `present`; `beside`: fields of the problem for other steps."""
         best = fastest_tree(_promising(replace(self.drafted, **beside), present.speed), present)
         if self.looked_up is None:
             return best
@@ -61,10 +58,7 @@ class MatchProblem:
 
 
 def _promising(problem: SpeedProblem, speed: float) -> SpeedProblem:
-    """The problem without its deepest levels, which no tree of this speed can have.
-
-    They are cut off as long as a bound on all trees that reach the last one is not above `speed`.
-    """
+    """The problem without its deepest levels, as far as no tree of `speed` can have them."""
     for num_levels in range(min(len(problem.rates), problem.max_size - 1), 0, -1):
         problem = replace(problem, rates=problem.rates[:num_levels])
         if problem.quick_bound(num_levels + 1) > speed:
@@ -142,9 +136,6 @@ def step_figures(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -
 
 
 def tokens_per_second(shares: Floats, figures: Floats) -> float:
-    """Tokens a second in the long run, over steps of all match classes.
-
-    `shares` float64 [match classes]; `figures` float64 [match classes, 2], of `step_figures`.
-    """
+    """Tokens a second over all steps; `shares` float64 [classes], `figures` of `step_figures`."""
     tokens, seconds = shares @ figures
     return float(tokens / seconds)

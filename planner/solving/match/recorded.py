@@ -159,10 +159,7 @@ def _as_shares(counts: Floats) -> Floats:
 def figures_by_kind(
     profile: Profile, trees: tuple[TokenTree, ...], recording: Recording
 ) -> dict[str, Any]:
-    """Fields of a plan: predicted speed-ups over plain decoding and tokens a step, by kind.
-
-    A kind's texts are decoded again alone, for the speed-up of each, and together for the tokens.
-    """
+    """Fields of a plan: predicted speed-ups over plain decoding, and tokens a step, by kind."""
     text_speedups: dict[str, tuple[float, ...]] = {}
     tokens_by_kind: dict[str, float] = {}
     lengths = [problem.match_length for problem in recording.problems]
@@ -186,11 +183,7 @@ def figures_by_kind(
 
 
 def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
-    """A problem whose drafted children are accepted as on one kind of prompts.
-
-    `ratios` float64 [ranks], by which the probabilities of drafted children are multiplied. Those
-    of looked-up tokens stay: the kind's own texts decide them.
-    """
+    """A problem with the rates of drafted children times `ratios`, float64 [ranks], of a kind."""
     drafted = replace(problem.drafted, rates=rounded(scaled(problem.drafted.rates, ratios)))
     looked_up = problem.looked_up
     if looked_up is not None:

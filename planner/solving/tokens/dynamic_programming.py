@@ -90,9 +90,8 @@ def _solve(
 ) -> list[tuple[Floats, Floats]]:
     """Compute best and T of each level, as `_solve_level` returns them, the root's level first.
 
-    Levels with the same rates and the same best below them have the same of both, so each pair is
-    computed once and kept in `solved`. `rates` float64 [levels, node classes, ranks]. Without
-    `keeps_tables` T is empty: it takes most of the memory.
+    Levels with the same rates and the same best below them have the same of both, so these are
+    computed once and kept in `solved`. Without `keeps_tables` T, which is large, is empty.
     """
     # The last level first. Its nodes have no children: a subtree is one node.
     levels = [(np.ones((rates.shape[1], 1)), np.empty(0))]
