@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -71,12 +72,12 @@ def loaded(model: Any) -> LoadedModel:
     return keeper.model
 
 
-def keep_loaded(module: Any, model: LoadedModel) -> None:
+def keep_loaded(module: nn.Module, model: LoadedModel) -> None:
     """Let `model` be what decoders take for a module."""
     vars(module).setdefault(KEPT, _Keeper()).model = model
 
 
-def _backend_of(module: Any) -> Backend:
+def _backend_of(module: nn.Module) -> Backend:
     """What runs a module in memory."""
     if not HAS_NUMBA or not isinstance(module, PreTrainedModel) or module.device.type != "cpu":
         return ModuleBackend(module)
@@ -124,7 +125,7 @@ def load_model(source: str | None, how: Loading) -> LoadedModel:
     return model
 
 
-def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
+def loaded_as(module: nn.Module, placement: str = RESIDENT) -> LoadedModel:
     """The model of a module in memory, which runs as `placement` says."""
     if placement == COMPILED:
         return loaded(module)
@@ -133,7 +134,7 @@ def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
     return model
 
 
-def fused(module: Any, placement: str) -> dict[str, Any]:
+def fused(module: nn.Module, placement: str) -> dict[str, Any]:
     """Fuse a module's layers if asked to; what profiles record of it, as it was before."""
     if placement == RESIDENT:
         return {"placement": RESIDENT}

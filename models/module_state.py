@@ -5,6 +5,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -63,7 +64,7 @@ def workings(model: Any) -> State:
     return _settings(model) | modules
 
 
-def weights(module: Any) -> State:
+def weights(module: nn.Module) -> State:
     """What changes with a module's weights and buffers, but not with numbers changed by `.data`."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
     return {
@@ -72,18 +73,18 @@ def weights(module: Any) -> State:
     }
 
 
-def everything(module: Any) -> State:
+def everything(module: nn.Module) -> State:
     """What changes with anything that a packed copy of a module depends on."""
     return workings(module) | weights(module)
 
 
-def weight_memory(module: Any) -> tuple[tuple[int, int], ...]:
+def weight_memory(module: nn.Module) -> tuple[tuple[int, int], ...]:
     """Address and bytes of each of a module's parameters and buffers."""
     tensors = (*module.parameters(), *module.buffers())
     return tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 
 
-def numbers_of(module: Any) -> dict[str, Any]:
+def numbers_of(module: nn.Module) -> dict[str, Any]:
     """A module's own settings, as the epsilon of a norm."""
     return {
         name: value
@@ -108,7 +109,7 @@ def check_mode(model: Any) -> None:
         )
 
 
-def _drops_out(module: Any) -> bool:
+def _drops_out(module: nn.Module) -> bool:
     """Does a module have a probability that it drops something out?"""
     return any(v for name, v in numbers_of(module).items() if name == "p" or "drop" in name)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
@@ -75,8 +75,8 @@ class SequoiaDecoder:
         draft: Any,
         tree: TokenTree,
         *,
-        tokenizer: Any = None,
-        draft_tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
         captured: bool | None = None,
     ) -> None:
         check_loaded(target, draft, tree)

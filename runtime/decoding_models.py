@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.backends import loaded
@@ -34,8 +35,8 @@ class DecodingModels:
         target: Any,
         draft: Any,
         tree: TokenTree,
-        tokenizer: Any = None,
-        draft_tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
         captured: bool | None = None,
     ) -> None:
         self.target = loaded(target)

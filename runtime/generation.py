@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import text_config, unwrapped
@@ -184,7 +185,9 @@ def whole_number(name: str, value: Any, least: int = 0, most: int | None = None)
     raise ArgumentError(f"{name}: found {value!r:.60}, expected a whole number {limits}, or None")
 
 
-def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = None) -> set[int]:
+def end_tokens(
+    eos: int | Iterable[int] | None, model: Any, tokenizer: PreTrainedTokenizerBase | None = None
+) -> set[int]:
     """The tokens that end a text: `eos`, else those of the generation config or tokenizer."""
     if eos is None:
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -196,7 +199,9 @@ def end_tokens(eos: int | Iterable[int] | None, model: Any, tokenizer: Any = Non
     return {operator.index(token) for token in tokens}
 
 
-def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, model: Any) -> Tensor:
+def read_prompt(
+    prompt: Any, tokenizer: PreTrainedTokenizerBase, attention_mask: Tensor | None, model: Any
+) -> Tensor:
     """int64 [n] from text, token ids [n] or [1, n], or what a tokenizer returns."""
     masks, other_inputs = [attention_mask], {}
     if isinstance(prompt, str):
@@ -242,7 +247,9 @@ def read_prompt(prompt: Any, tokenizer: Any, attention_mask: Tensor | None, mode
     return ids.reshape(-1).long()
 
 
-def stop_list(stop_strings: str | Sequence[str] | None, tokenizer: Any) -> list[str]:
+def stop_list(
+    stop_strings: str | Sequence[str] | None, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """Stop strings as a list; ArgumentError if one is none, or nothing reads text."""
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
     if not all(isinstance(text, str) and text for text in strings):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.processor import usable_cores
@@ -67,7 +68,7 @@ class Pair:
 
     target: Any
     draft: Any
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
     placement: str = RESIDENT
     remarks: tuple[str, ...] = ()

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text, without the tokenizer's BOS if the text has its own."""
     ids, begin = tokenizer(text)["input_ids"], tokenizer("")["input_ids"][:1]
     return list(ids[1:] if ids[:2] == begin * 2 else ids)
@@ -46,7 +46,7 @@ class NewText:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], options: dict[str, Any],
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], options: dict[str, Any],
         stops: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.tokenizer, self.options, self.waiting = tokenizer, options, list[int]()

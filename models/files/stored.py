@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPE_FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """ggml's names of floating-point formats."""
@@ -101,7 +101,7 @@ class ModuleSource:
 
     files: list[Path] = []
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.tensors = dict(module.named_parameters())  # tied ones once
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

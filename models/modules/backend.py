@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -40,7 +41,7 @@ class ModuleBackend(Backend):
     """
 
     def __init__(
-        self, module: Any, recorded: Mapping[str, Any] = {"placement": "resident"}
+        self, module: PreTrainedModel, recorded: Mapping[str, Any] = {"placement": "resident"}
     ) -> None:
         plain = unwrapped(module)
         self.module, self.recorded, self.version = module, dict(recorded), 0

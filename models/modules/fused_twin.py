@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from sequoia_plan.models.module_state import Watch, everything
 class FusedTwin:
     """A model with fused layers in memory that it shares with `module`, whose passes it runs."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module, self.watch = module, Watch(everything)
         self.model = _with_own_children(module, {})
         self.replaced: list[tuple[nn.Module, nn.Module]] = []

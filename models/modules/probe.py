@@ -1,10 +1,9 @@
 """A model is tried on a small tree before it decodes with one."""
 
 import inspect
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import execution_device, model_type, unwrapped
@@ -24,7 +23,7 @@ EXTENT = 16
 
 
 @torch.inference_mode()
-def probe(model: LoadedModel, module: Any) -> CacheLayout:
+def probe(model: LoadedModel, module: nn.Module) -> CacheLayout:
     """Check that `module` can read a token tree; returns the layout of its cache.
 
     Raises:
@@ -58,7 +57,7 @@ def probe(model: LoadedModel, module: Any) -> CacheLayout:
     raise SequoiaPlanError(f"{model_type(module)}: {reason}")
 
 
-def _check_description(model: LoadedModel, module: Any) -> None:
+def _check_description(model: LoadedModel, module: nn.Module) -> None:
     """Raise SequoiaPlanError if the module's configuration or signature rules out a tree."""
     implementation = attention_implementation(module.config)
     parameters = inspect.signature(unwrapped(module).forward).parameters
@@ -90,7 +89,7 @@ def _check_description(model: LoadedModel, module: Any) -> None:
     raise SequoiaPlanError(f"{model_type(module)}: {reason}")
 
 
-def _tree_error(model: LoadedModel, module: Any) -> tuple[float, TreeCache]:
+def _tree_error(model: LoadedModel, module: nn.Module) -> tuple[float, TreeCache]:
     """The mean relative error of the nodes' logits, and the cache that the tree was read with.
 
     The error is against the logits that the model computes from each node's path alone. The root is
@@ -108,7 +107,7 @@ def _tree_error(model: LoadedModel, module: Any) -> tuple[float, TreeCache]:
     return float(torch.stack(errors).mean()), cache
 
 
-def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float, TreeCache]:
+def _chain_error(model: LoadedModel, module: nn.Module, tokens: Tensor) -> tuple[float, TreeCache]:
     """The same for chains after the prefix that are accepted in part, a token alone, and a chain.
 
     `tokens` int64 [PREFIX + nodes].
@@ -128,7 +127,7 @@ def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float
     return float(torch.stack(errors[PREFIX:]).mean()), cache
 
 
-def _path_logits(module: Any, tokens: Tensor) -> Tensor:
+def _path_logits(module: nn.Module, tokens: Tensor) -> Tensor:
     """[nodes - 1, vocabulary]: each node's logits as the model computes them from its path alone.
 
     The model reads one plain sequence for each leaf. `tokens` int64 [PREFIX + nodes].

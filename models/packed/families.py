@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -41,7 +42,7 @@ def empty_module(config: PreTrainedConfig) -> Any:
         return model_class(copy.deepcopy(config))
 
 
-def why_not(config: PreTrainedConfig, module: Any) -> str:
+def why_not(config: PreTrainedConfig, module: nn.Module) -> str:
     """Why the packed pass does not compute a model; "" if it does.
 
     `module`: of this configuration; None if its class is not known.
@@ -61,7 +62,7 @@ def why_not(config: PreTrainedConfig, module: Any) -> str:
     return ""
 
 
-def why_not_module(module: Any) -> str:
+def why_not_module(module: nn.Module) -> str:
     """The same for a model in memory, whose modules may have been changed."""
     if type(module) in CLASSES.values():
         if (attention := attention_implementation(module.config)) not in IMPLEMENTATIONS:
@@ -84,7 +85,7 @@ def _not_as_configured(model: Any) -> str:
     return ""
 
 
-def _has_numbers_of(module: Any, other: Any) -> bool:
+def _has_numbers_of(module: nn.Module, other: Any) -> bool:
     """Has a module all the settings of another one?"""
     others = {name: n for name, n in numbers_of(other).items() if name not in UNUSED}
     return {name: vars(module).get(name) for name in others} == others

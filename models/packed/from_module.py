@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import model_type
@@ -31,7 +32,7 @@ class PackedModule(PackedBackend):
         SequoiaPlanError: if the pass does not compute what the module does.
     """
 
-    def __init__(self, module: Any, bits: int | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, bits: int | None = None) -> None:
         self.storage, self.watch = Storage(bits=bits), Watch(everything)
         if reason := why_not_module(module):
             raise SequoiaPlanError(reason)
@@ -107,6 +108,6 @@ class PackedModule(PackedBackend):
         )
 
 
-def needed_bytes(module: Any) -> int:
+def needed_bytes(module: PreTrainedModel) -> int:
     """Bytes of a packed copy."""
     return sum(parameter.nbytes for parameter in module.parameters())

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.constraints.json_schema import LOOKAHEAD, refuse_unenforced
@@ -40,7 +41,7 @@ class Grammar:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         json_schema: str | Mapping[str, Any] | None = None,
         regex: str | None = None,
@@ -138,7 +139,7 @@ class Grammar:
         return None
 
 
-def _vocabulary_of(tokenizer: Any) -> Any:
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Any:
     """xgrammar's TokenizerInfo, in which control tokens, as missing ones, have no text."""
     from xgrammar import TokenizerInfo
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, apply_rotary_pos_emb
 
@@ -55,7 +56,7 @@ def _convolved(rows: Tensor, kernel: Tensor) -> Tensor:
 class ConvolvedLayer(Qwen3DecoderLayer):
     """A layer of DFlash 2: Qwen3's, with convolutions around its attention and its MLP."""
 
-    def __init__(self, config: Any, number: int, taps: int, group: int) -> None:
+    def __init__(self, config: PreTrainedConfig, number: int, taps: int, group: int) -> None:
         super().__init__(config, number)
         self.attention_conv = BlockConvolution(config.hidden_size, taps, group)
         self.mlp_conv = BlockConvolution(config.hidden_size, taps, group)

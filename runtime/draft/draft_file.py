@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import write_atomically
@@ -65,7 +65,9 @@ def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, An
     write_atomically(path, save(tensors, {METADATA_KEY: json.dumps(header, sort_keys=True)}))
 
 
-def save_as_folder(draft: LlamaForCausalLM, tokenizer: Any, folder: str | Path) -> None:
+def save_as_folder(
+    draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
     """Write a draft of `build_draft` as transformers writes models, for other engines.
 
     The folder is larger than the file by embeddings of its own and by a head over the target's

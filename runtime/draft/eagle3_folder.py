@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts.files import write_atomically
 from sequoia_plan.models.layers.int8 import rows_in_8_bits
@@ -17,7 +18,7 @@ UNUSED_SETTINGS = ("dtype", "transformers_version", "layer_types")
 
 def write_eagle3(
     folder: Path,
-    config: Any,
+    config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
     d2t: Tensor,
     norm_before_residual: bool,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -57,7 +57,7 @@ class HiddenStateDraft(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: PreTrainedConfig,
         target: LoadedModel,
         aux_hidden_state_layers: tuple[int, ...],
         d2t: Tensor | None,

@@ -16,7 +16,7 @@ import torch
 from msgspec import structs
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from sequoia_plan.artifacts import EAGLE_DRAFT, SequoiaPlanError
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, FULL
@@ -79,7 +79,9 @@ class MtpDraft(HiddenStateDraft):
     of these lie side by side, the target's hidden state first.
     """
 
-    def __init__(self, config: Any, blocks: Sequence[Any], target: LoadedModel) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, blocks: Sequence[Any], target: LoadedModel
+    ) -> None:
         super().__init__(config, target, (AFTER_FINAL_NORM,), None, False, 0)
         width, self.num_heads = config.hidden_size, len(blocks)
         self.heads = nn.ModuleList(MtpHead(block, width, target.dtype) for block in blocks)
@@ -157,7 +159,7 @@ def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tens
     return heads
 
 
-def _why_none(config: Any) -> str:
+def _why_none(config: PreTrainedConfig) -> str:
     """Why a checkpoint of this configuration has no head."""
     for name in COUNTS:
         if count := getattr(config, name, None):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import ArgumentError, TokenTree
 from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_available
@@ -75,7 +76,7 @@ FIXED_POINT = 1 << 50
 """1.0 as a whole number, where probabilities are added as whole numbers."""
 
 
-def not_followed(config: Any, has_processors: bool = False) -> dict[str, Any]:
+def not_followed(config: PreTrainedConfig, has_processors: bool = False) -> dict[str, Any]:
     """The settings of a GenerationConfig that decoding does not follow, each with its off value."""
     off_values = OFF_VALUES if has_processors else OFF_VALUES_OF_PROCESSORS | OFF_VALUES
     return {
@@ -143,7 +144,11 @@ class Sampling:
 
     @classmethod
     def from_generation_config(
-        cls, config: Any, verifier: str = DEFAULT_VERIFIER, *, has_processors: bool = False
+        cls,
+        config: PreTrainedConfig,
+        verifier: str = DEFAULT_VERIFIER,
+        *,
+        has_processors: bool = False,
     ) -> Sampling:
         """The sampling that transformers would do with `config` (a GenerationConfig).
 
