@@ -85,7 +85,7 @@ def _not_as_configured(model: Any) -> str:
     return ""
 
 
-def _has_numbers_of(module: nn.Module, other: Any) -> bool:
+def _has_numbers_of(module: Any, other: Any) -> bool:
     """Has a module all the settings of another one?"""
     others = {name: n for name, n in numbers_of(other).items() if name not in UNUSED}
     return {name: vars(module).get(name) for name in others} == others
