@@ -90,7 +90,8 @@ class DraftedText:
         """The steps of decoding this text again with another way of drafting."""
         end = len(self.tokens) - 1  # as far as the record has what the drafting needs
         if drafting.length:
-            end = min(len(self.proposals), end if drafting.lookup_size else len(self.proposals))
+            num_proposals = len(self.proposals)
+            end = min(num_proposals, end) if drafting.lookup_size else num_proposals
         steps = []
         position = 0
         while position < end:

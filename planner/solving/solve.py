@@ -103,7 +103,7 @@ def solve(
     measured = profile  # as a name whose type does not change
 
     def solved_with(latency: Latency | None) -> TokenTree:
-        """The tree for these latencies, if there are any, with its plan."""
+        """The best tree, with its plan, for one context's latencies; None solves for tokens."""
         times = StepTime(latency, measured.drafting) if latency else None
         recording = None
         if times and objective == "speed":

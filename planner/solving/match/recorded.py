@@ -133,7 +133,7 @@ def _catch_up_seconds(trees: Sequence[TokenTree], times: StepTime) -> Floats:
     Returns float64 [MAX_UNREAD + 1, trees].
     """
     all_passes = [tree.num_drafted_levels for tree in trees]
-    seconds = {
+    seconds = {  # once for trees of as many passes: the replay asks for them again and again
         num_passes: [times.catch_up_seconds(n, num_passes) for n in range(MAX_UNREAD + 1)]
         for num_passes in set(all_passes)
     }

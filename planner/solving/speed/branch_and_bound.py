@@ -137,8 +137,8 @@ def bound_gain(search, box, prices, goal, share, steps, tree):
     """Bound the gain F - goal * step of the trees in a box, whatever limits their step.
 
     `share` of the step is charged as `min_step_seconds`, the rest as work: it is bisected while
-    that may lower the bound. Returns it, the expected tokens of `tree`, which is overwritten, and
-    the share. `prices` float64 [resources].
+    that may lower the bound. Returns the bound, the expected tokens of `tree`, and the share.
+    `tree` and `prices`, float64 [resources], are overwritten.
     """
     low, high, gain, tokens = 0.0, 1.0, 0.0, 0.0
     if work_seconds(search.costs, box.low) >= search.costs.min_step_seconds:
@@ -227,7 +227,10 @@ def split_box(low, high, prices, box, part, resource, cut):
 
 @compiled
 def width_limits(costs, box, tree, is_settled):
-    """Return the most nodes with children on each level for the best-first search in a box."""
+    """Return the most nodes with children on each level for the best-first search in a box.
+
+    They are the box's own if it `is_settled`, else those of `tree`, up to the end of their stair.
+    """
     limits = box.high.copy()
     limits[0] = 1
     for level in range(1, len(limits)):
