@@ -199,7 +199,7 @@ def _with_deep_trials(trials: Floats, accepted: Floats) -> tuple[Floats, Floats]
 
 
 def _level_rates(trials: Floats, accepted: Floats) -> Floats:
-    """Rates of both node classes, float64 [levels, ranks]; without trials, of the level above."""
+    """Accepted by trials, float64 [levels, ranks]; where there are none, of the level above."""
     source_levels = np.maximum.accumulate(np.where(trials > 0, np.arange(len(trials)), 0))
     return (accepted / np.maximum(trials, 1)[:, None])[source_levels]
 

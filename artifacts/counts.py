@@ -101,18 +101,18 @@ class Counts:
         """Read a list of levels; node classes count separately if every level says so."""
         levels = msgspec.convert(document, Annotated[list[LevelCounts], Meta(min_length=1)])
         none = ClassCounts(0, (0.0,) * len(levels[0].counts))
-        parts = [(level, level.off_spine or none) for level in levels]
-        if len({len(part.counts) for both in parts for part in both}) > 1:
+        # [levels, 2]: of both node classes together, and off the spine
+        pairs = [(level, level.off_spine or none) for level in levels]
+        if len({len(entry.counts) for pair in pairs for entry in pair}) > 1:
             raise SequoiaPlanError("found levels of different lengths, expected equal ones")
-        # of both classes together, and off the spine
-        trials = np.array([[part.trials for part in both] for both in parts], float)
-        accepted = np.array([[_rounded(part.counts) for part in both] for both in parts])
+        trials = np.array([[entry.trials for entry in pair] for pair in pairs], float)
+        accepted = np.array([[_rounded(entry.counts) for entry in pair] for pair in pairs])
         is_split = any(level.off_spine for level in levels) and all(
             level.off_spine for level in levels[1:] if level.trials
         )
         if not is_split:
             return cls(trials[:, :1], accepted[:, :1])
-        trials[:, 0] -= trials[:, 1]
+        trials[:, 0] -= trials[:, 1]  # leaves those on the spine
         accepted[:, 0] -= accepted[:, 1]
         return cls(trials, accepted)
 

@@ -57,10 +57,10 @@ def max_expected_tokens(rates: Floats, size: int) -> float:
 def most_valuable_nodes(
     rates: Floats, size: int, depth: float = math.inf
 ) -> list[tuple[float, int]]:
-    """The nodes of the largest values in a tree of so many levels, each with its parent's place.
+    """The nodes of the largest values within so many levels: pairs of a value and the parent.
 
-    A child's value is at most its parent's, so a heap that starts with the root yields the values
-    in decreasing order.
+    The parent is an index into the result, -1 for the root. A child's value is at most its
+    parent's, so a heap that starts with the root yields the values in decreasing order.
     """
     table, nodes = rates.tolist(), list[tuple[float, int]]()
     off_spine = len(table[0]) - 1

@@ -91,8 +91,8 @@ def refuse_to_replace(output: str | Path, *inputs: str | Path | None) -> None:
 def check_writable(path: str | Path) -> None:
     """Check, before any work is done for it, whether `write_atomically` could write to `path`."""
     folder = Path(os.path.realpath(path)).parent
-    places = [folder, path] if os.path.exists(path) else [folder]
-    if os.path.isdir(path) or not all(os.access(place, os.W_OK) for place in places):
+    written = [folder, path] if os.path.exists(path) else [folder]
+    if os.path.isdir(path) or not all(os.access(name, os.W_OK) for name in written):
         raise SequoiaPlanError(
             f"{path}: cannot be written; name a file in a folder that exists and is writable"
         )
@@ -143,13 +143,13 @@ def read_json(path: str | Path, expected: str) -> Any:
 
 @functools.cache
 def _digest_of(folder: str) -> bytes:
-    """Of all sources in a folder."""
+    """The SHA-256 of all Python sources in a folder together."""
     sources = sorted(Path(folder).rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
 
 
 def follow_sources(compiled: Any, *folders: str) -> Any:
-    """Let numba forget what it has kept of a function once a source in these folders has changed.
+    """Let numba compile a function anew once a source in these folders has changed; returns it.
 
     By itself it looks at the function's own file, and not at what that calls or inlines.
     """

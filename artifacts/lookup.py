@@ -38,7 +38,7 @@ class MatchClass(Artifact, frozen=True):
 
 
 class LookupCounts(Artifact, frozen=True):
-    """Counts by class of match, and the text that they come from."""
+    """Counts by match class, and the text that they come from."""
 
     classes: Annotated[
         tuple[MatchClass, ...], "one for each range of match lengths, the shortest first"
@@ -59,21 +59,15 @@ class LookupCounts(Artifact, frozen=True):
             )
 
     def without_draft(self) -> LookupCounts:
-        """The counts for trees that draft nothing: of nodes on the spine and their first children.
-
-        A rank has no children beside it that could be accepted in its place.
-        """
-
-        classes = tuple(
-            MatchClass(
-                part.match_length,
-                None,
-                part.looked_up
-                and Counts(part.looked_up.trials[:, :1], part.looked_up.accepted[:, :1, :1]),
-            )
-            for part in self.classes
-        )
-        return LookupCounts(classes, self.texts)
+        """The counts for trees that draft nothing: of looked-up tokens alone, on the spine."""
+        match_classes = []
+        for match_class in self.classes:
+            looked_up = match_class.looked_up
+            if looked_up:
+                # node class 0, on the spine, and rank 1, the looked-up child
+                looked_up = Counts(looked_up.trials[:, :1], looked_up.accepted[:, :1, :1])
+            match_classes.append(MatchClass(match_class.match_length, None, looked_up))
+        return LookupCounts(tuple(match_classes), self.texts)
 
     @property
     def match_lengths(self) -> tuple[int, ...]:
@@ -82,7 +76,7 @@ class LookupCounts(Artifact, frozen=True):
 
 
 class Position(NamedTuple):
-    """One position of a text at which a step may begin."""
+    """A position of a text: the tokens of its match, and next tokens that the chain foretells."""
 
     match_length: int
     run: int
@@ -122,5 +116,7 @@ def limited_texts(texts: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ..
 
 
 def class_of(match_length: int, match_lengths: Sequence[int]) -> int:
-    """The index of the class of a match: the last whose shortest match is not longer."""
+    """The match class: the index of the last of the `match_lengths`, each a class's shortest match,
+    that is not longer.
+    """
     return sum(match_length >= shortest for shortest in match_lengths) - 1

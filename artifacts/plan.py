@@ -104,7 +104,7 @@ class Plan(Artifact, frozen=True, kw_only=True):
     ] = None
     by_match: Annotated[
         tuple[MatchPlan, ...],
-        "for a plan with prompt lookup, one entry for each class of match. The plan's "
+        "for a plan with prompt lookup, one entry for each match class. The plan's "
         "`expected_tokens`, `step_seconds`, `predicted_speedup` and `speedup_bound` are then "
         "those of all classes together, each with its share of steps; the bound holds for "
         "these shares",

@@ -23,7 +23,7 @@ from sequoia_plan.artifacts.schema import Artifact, Count, Metadata, check_forma
 FORMAT, VERSION, MADE_BY = "sequoia-plan-profile", 1, "sequoia-plan profile"
 EXPECTED = f"a file written by {MADE_BY}"
 MAX_BYTES = 1 << 20
-"""A profile with counts by class of match has about 40 thousand bytes."""
+"""A profile with counts by match class has about 40 thousand bytes."""
 
 
 def takes_chains_only(models: Mapping[str, Any]) -> bool:
@@ -79,7 +79,7 @@ class Profile(Artifact, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse prompts that are not parts of the counts, and contexts that do not ascend."""
-        contexts = [part.context for part in (self.latency, *self.longer) if part]
+        contexts = [latency.context for latency in (self.latency, *self.longer) if latency]
         if self.longer and (not self.latency or [*sorted({0, *contexts})] != [0, *contexts]):
             raise SequoiaPlanError(
                 f"longer: found the contexts {contexts}, expected each longer than the one before, "
@@ -87,8 +87,13 @@ class Profile(Artifact, frozen=True):
             )
         counts, prompts = self.acceptance.counts, list(chain.from_iterable(self.prompts.values()))
         if prompts and counts:
-            has_one_length = {len(part.counts) for part in prompts} == {counts.accepted.shape[2]}
-            if not has_one_length or sum(part.trials for part in prompts) != counts.trials.sum():
+            has_one_length = {len(prompt.counts) for prompt in prompts} == {
+                counts.accepted.shape[2]
+            }
+            if (
+                not has_one_length
+                or sum(prompt.trials for prompt in prompts) != counts.trials.sum()
+            ):
                 raise SequoiaPlanError(
                     "prompts: found trials that do not add up to those of `acceptance`, expected "
                     "the same ranks for each prompt; leave `prompts` out, or profile again"

@@ -47,7 +47,7 @@ def promise(values: Values, kinds: Sequence[str]) -> tuple[float, Ends | None]:
     rng = np.random.default_rng(0)
 
     def resample(kind: str, count: int) -> Floats:
-        """So many prompts of a kind, again and again, float64 [RESAMPLES, count]."""
+        """Logarithms of the values of `count` prompts, drawn anew, float64 [RESAMPLES, count]."""
         few = logs[kind].size < MIN_PROMPTS
         chosen = rng.choice(all_deviations if few else deviations[kind], (RESAMPLES, count))
         return chosen + np.median(logs[kind])
@@ -75,8 +75,9 @@ def weighted_median(values: Floats, weights: Floats) -> Floats:
     """
     order = np.argsort(values, -1)
     shares = np.cumsum(weights[order], -1) / weights.sum()
-    places = np.stack([(shares < half).sum(-1) for half in (0.5 - 1e-9, 0.5 + 1e-9)], -1)
-    return np.take_along_axis(np.take_along_axis(values, order, -1), places, -1).mean(-1)
+    # the first values with half of the weight up to them; two where it is exactly half
+    ranks = np.stack([(shares < half).sum(-1) for half in (0.5 - 1e-9, 0.5 + 1e-9)], -1)
+    return np.take_along_axis(np.take_along_axis(values, order, -1), ranks, -1).mean(-1)
 
 
 def student95(degrees_of_freedom: int) -> float:

@@ -49,17 +49,18 @@ PLAIN = Choice(NO_SPECULATION)
 
 
 def choices_of(tree: TokenTree, match_length: int, has_rungs: bool = True) -> list[Choice]:
-    """What steps with such a match may take: the plan's tree, no speculation, and rungs between.
+    """The trees that a step with such a match may take: the plan's first, no speculation last.
 
-    A rung has the most valuable nodes within the levels of the plan's tree, by its acceptance and
-    times; those beside a chain are chains.
+    Between them are rungs, trees of the most valuable nodes within the levels of the plan's tree,
+    the largest first; where the plan's tree is a chain, they are chains.
     """
     plan: Any = tree.plan
     planned, plain, choices = tree.for_match(match_length), plan.plain_seconds, [PLAIN]
-    part = [plan, *(p for p in plan.by_match if p.match_length <= match_length)][-1]
-    if has_rungs and plan.latency and part.acceptance:
+    # the plan of the match class, where there are any
+    class_plan = [plan, *(p for p in plan.by_match if p.match_length <= match_length)][-1]
+    if has_rungs and plan.latency and class_plan.acceptance:
         times = StepTime(plan.latency, plan.drafting, bool(plan.by_match))
-        rates = part.acceptance.rates[:, :, : 1 if planned.branching == 1 else None]
+        rates = class_plan.acceptance.rates[:, :, : 1 if planned.branching == 1 else None]
         for size in RUNGS:
             nodes = most_valuable_nodes(rates, size, planned.depth)
             if len(nodes) == size <= times.largest_size():
@@ -67,7 +68,7 @@ def choices_of(tree: TokenTree, match_length: int, has_rungs: bool = True) -> li
                 rung = replace(rung, looks_up=planned.looks_up)
                 tokens = math.fsum(value for value, _ in nodes)
                 choices.insert(0, Choice(rung, tokens, times.step_seconds(rung) / plain))
-    own = Choice(planned, part.expected_tokens, part.step_seconds / plain)
+    own = Choice(planned, class_plan.expected_tokens, class_plan.step_seconds / plain)
     return [own if planned.size > 1 else PLAIN, *choices]
 
 
@@ -113,7 +114,11 @@ class State(NamedTuple):
         return best if gain(best) > gain(choices[0]) + EQUAL else choices[0]
 
     def _yield_of_expected(self, looks_up: bool) -> float:
-        """How much of what the plan expects such steps yield: as in all texts, then as in this."""
+        """Tokens beyond one a step, as a share of the plan's, where the spine is looked up or not.
+
+        The share begins as 1, all texts move it, and then this one; each moves it more, the more
+        tokens the plan expected of its steps.
+        """
         ratio = 1.0
         for counts in (self.all_counts, self.counts):
             yielded, expected = counts[looks_up]
@@ -127,7 +132,7 @@ class State(NamedTuple):
             balance += num_tokens * (1 + MAX_LOSS) - choice.cost
 
         def counted(counts: Counts, memory: int) -> Counts:
-            """The counts with those of this step."""
+            """The counts with those of this step, after older ones have faded by 1 / memory."""
             faded = [(a - a / memory, b - b / memory) for a, b in counts]
             yielded, expected = faded[choice.tree.looks_up]
             faded[choice.tree.looks_up] = yielded + num_tokens - 1, expected + choice.tokens - 1

@@ -200,7 +200,8 @@ class TokenTree:
     @property
     def all_trees(self) -> list[TokenTree]:
         """The trees by match of this tree, and then of each tree by context."""
-        return [t for part in (self, *self.by_context.values()) for t in part.portfolio.values()]
+        trees = (self, *self.by_context.values())
+        return [by_match for tree in trees for by_match in tree.portfolio.values()]
 
     def for_context(self, length: int) -> TokenTree:
         """The tree for a text of so many tokens; it has trees by match of its own."""
@@ -232,8 +233,9 @@ class TokenTree:
 
 
 def children_of(tree: TokenTree) -> list[list[int]]:
-    """The children of every node."""
-    return [part.tolist() for part in np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)]
+    """The children of every node, by its number."""
+    siblings = np.split(np.arange(1, tree.size), tree.first_child[1:] - 1)
+    return [children.tolist() for children in siblings]
 
 
 def _last_reached(trees: Mapping[int, TokenTree], number: int) -> TokenTree:

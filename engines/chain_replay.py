@@ -67,31 +67,31 @@ class DraftedText:
     """Proposals where a chain begins, if they are others: of a draft that reads hidden states."""
 
     def proposed(self, position: int) -> Iterator[Proposal]:
-        """What a chain proposes that begins at a position, as long as it is asked."""
+        """The proposals of a chain that begins at a position, one after the other without end."""
         for at in count(position):
             if at == position < len(self.first):
                 proposal = self.first[at]
             elif at < len(self.proposals):
                 proposal = self.proposals[at]
             else:
-                proposal = Proposal(self.proposals[-1].prob, True)  # beyond the end all is lost
+                proposal = Proposal(self.proposals[-1].prob, True)  # `replay` cuts it off
             yield proposal
-            if not proposal.agrees:
+            if not proposal.agrees:  # all that follows a wrong token is wrong
                 tail = self.tails.get(at) or [self.proposals[at].prob]
                 for prob in chain(tail, repeat(tail[-1])):
                     yield Proposal(prob, False)
 
     @cached_property
     def matches(self) -> Callable[[int], Sequence[int]]:
-        """`earlier_matches` by the number of tokens that are looked up."""
+        """`earlier_matches` in prompt and text, as a function of the number of tokens looked up."""
         return cache(partial(earlier_matches, [*self.prompt, *self.tokens]))
 
     def replay(self, drafting: Drafting) -> list[ChainStep]:
-        """Decodes the text again in another way."""
-        ends = [len(self.proposals)] * (drafting.length > 0)
-        if drafting.lookup_size or not ends:
-            ends.append(len(self.tokens) - 1)
-        end = min(ends)
+        """The steps of decoding this text again with another way of drafting."""
+        end = len(self.tokens) - 1  # as far as the record has what the drafting needs
+        if drafting.length:
+            num_proposals = len(self.proposals)
+            end = min(num_proposals, end) if drafting.lookup_size else num_proposals
         steps = []
         position = 0
         while position < end:
@@ -108,10 +108,13 @@ class DraftedText:
         return steps
 
     def _look_up(self, position: int, room: int, drafting: Drafting) -> tuple[int, int]:
-        """Tokens drafted and accepted by llama.cpp's ngram-simple."""
+        """How many tokens llama.cpp's ngram-simple copies in a step, and how many are accepted."""
         size, length = drafting.lookup_size, drafting.lookup_length
         history = len(self.prompt) + position  # tokens in the cache: all but the last one
-        if not size or history <= size + length + 1 or not (match := self.matches(size)[history]):
+        if not size or history <= size + length + 1:
+            return 0, 0
+        match = self.matches(size)[history]
+        if not match:
             return 0, 0
         begin = match + size
         text = [*self.prompt, *self.tokens][begin : min(begin + length, history)]
@@ -122,9 +125,9 @@ class DraftedText:
         return len(copied), same.index(False)
 
     def _draft(self, position: int, room: int, drafting: Drafting) -> tuple[int, int, int]:
-        """Tokens drafted and accepted by a chain of the draft, and its passes.
+        """How many tokens a chain of the draft has in a step, how many are accepted; its passes.
 
-        A draft that reads hidden states drafts the whole chain and then cuts it off.
+        A draft that reads hidden states drafts the whole chain and then cuts it off to the `room`.
         """
         most = drafting.length if self.first else min(drafting.length, room)
         likely = takewhile(
@@ -176,10 +179,10 @@ def with_proposals(
 
 
 def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
-    """Finds where the last tokens before each position occurred before.
+    """For each token of a text, where the `size` tokens that end with it began before; 0 for none.
 
     As `common_ngram_simple_draft` of llama.cpp does: the latest begin >= 1 of the same `size`
-    tokens that end before the last token.
+    tokens that end before this token.
     """
     begins: dict[tuple[int, ...], int] = {}
     matches = [0] * len(tokens)
@@ -213,14 +216,18 @@ class ReplayModel:
         )
 
     def improved(self, gain: float) -> ReplayModel:
-        """The model with a draft that is right more often: some wrong proposals become so."""
+        """The model as if the draft were right more often: by the share `gain` of all proposals."""
         rng = random.Random(0)
         wrong_share = np.mean([not p.agrees for text in self.texts for p in text.proposals])
 
         def better(proposals: Sequence[Proposal]) -> list[Proposal]:
-            becomes_right = (rng.random() * wrong_share < gain for _ in proposals)
-            pairs = zip(proposals, becomes_right, strict=True)
-            return [Proposal(1.0, True) if right and not p.agrees else p for p, right in pairs]
+            """Each wrong proposal becomes a right one with the probability gain / wrong_share."""
+            improved = []
+            for proposal in proposals:
+                is_chosen = rng.random() * wrong_share < gain
+                turns = is_chosen and not proposal.agrees
+                improved.append(Proposal(1.0, True) if turns else proposal)
+            return improved
 
         texts = [
             replace(text, proposals=better(text.proposals), first=better(text.first))

@@ -26,20 +26,19 @@ def diagnosed(
     measurements: Sequence[tuple[ReplayModel, StepTimes]],
     tree: Callable[[ReplayModel, StepTimes], dict[str, float]],
 ) -> EnginePlan:
-    """Adds to each context what its recorded texts and times say, and the planned tree."""
-    parts = []
-    for part, (model, times) in zip(plan.contexts, measurements, strict=True):
+    """The plan with `bounds`, `step`, `changes` and `tree` of each context, which `tree` plans."""
+    contexts = []
+    for context_plan, (model, times) in zip(plan.contexts, measurements, strict=True):
         passes = times.target_seconds.items()
         bounds = {"no draft passes, always right and free": max(size / t for size, t in passes)}
         details: dict[str, Any] = {"bounds": bounds, "tree": tree(model, times)}
-        chains = [cell for cell in part.cells if cell.drafting.is_chain]
+        chains = [cell for cell in context_plan.cells if cell.drafting.is_chain]
         if chains:
             best = max(chains, key=lambda cell: cell.throughput)
             details["step"] = {}
-            for name, row in zip(PARTS, np.eye(4), strict=True):
-                without = model.expect(
-                    best.drafting, 1, dataclasses.replace(times, weights=1 - row)
-                )
+            for name, only_this in zip(PARTS, np.eye(4), strict=True):
+                times_without = dataclasses.replace(times, weights=1 - only_this)
+                without = model.expect(best.drafting, 1, times_without)
                 details["step"][name] = best.seconds - without.seconds
             bounds[FREE] = best_speed(model, times, width=0, draft=0)
             changes = {
@@ -53,14 +52,14 @@ def diagnosed(
                 f"the best chain, with {name}": changes[name]
                 for name in sorted(changes, key=changes.__getitem__, reverse=True)
             }
-        parts.append(structs.replace(part, **details))
-    return structs.replace(plan, contexts=tuple(parts))
+        contexts.append(structs.replace(context_plan, **details))
+    return structs.replace(plan, contexts=tuple(contexts))
 
 
 def best_speed(
     model: ReplayModel, times: StepTimes, width: float = 1.0, draft: float = 1.0
 ) -> float:
-    """Tokens a second of the best chain if parts of a step took a multiple of their time."""
+    """Tokens/s of the best chain; `width`, `draft`: factors on further tokens' and draft's time."""
     changed = dataclasses.replace(times, weights=(1, width, draft, draft))
     chains = (drafting for drafting in model.draftings if drafting.is_chain)
     return max(model.expect(chain, 1, changed).speed for chain in chains)

@@ -43,19 +43,20 @@ def diagnose_server(
 def plan_of_counters(
     before: Mapping[str, float], after: Mapping[str, float], elapsed: float, url: str
 ) -> EnginePlan:
-    """What the steps between two readings say, `elapsed` seconds apart, averaged over requests.
+    """A plan of one cell: the mean step between two readings of counters, `elapsed` seconds apart.
 
-    A step's time has whatever else the server did in it, such as prefills of others. Whether to
-    speculate takes the time of a step without it, which no counter has.
+    A step's time has whatever else the server did in it, such as prefills of others. No counter has
+    the time of a step without speculation, so the plan says from which time on speculation pays.
     """
     risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
     is_sglang = any(name.startswith("sglang:") for name in after)
     engine = "sglang" if is_sglang else "vllm"
-    pairs = [
-        [risen.get(f"{engine}:{name}_{part}", 0.0) for part in ("count", "sum")]
-        for name in STEPS[: 1 if is_sglang else None]  # SGLang's other one is of whole requests
-    ]
-    num_outputs, seconds = next((pair for pair in pairs if min(pair) > 0), (0.0, 0.0))
+    num_outputs = seconds = 0.0  # of all requests together: outputs, and the seconds between them
+    for name in STEPS[: 1 if is_sglang else None]:  # SGLang's other one is of whole requests
+        counted, total = (risen.get(f"{engine}:{name}_{end}", 0.0) for end in ("count", "sum"))
+        if min(counted, total) > 0:
+            num_outputs, seconds = counted, total
+            break
     if not num_outputs:
         names = ", ".join(name for name, rise in risen.items() if rise > 0)
         raise SequoiaPlanError(
@@ -72,7 +73,8 @@ def plan_of_counters(
         first_tokens = risen.get("vllm:time_to_first_token_seconds_count", 0.0)
         tokens = max((risen.get("vllm:generation_tokens", 0.0) - first_tokens) / num_steps, 1.0)
         drafting = Drafting(len(acceptance.accepted)) if acceptance else NONE
-    requests, step_seconds = seconds / elapsed, seconds / num_steps
+    requests = seconds / elapsed  # that ran at a time, on average
+    step_seconds = seconds / num_steps
     if drafting == NONE:
         raise SequoiaPlanError(
             f"{url}: nothing is drafted, and a step of {requests:.1f} requests takes "
@@ -89,14 +91,14 @@ def plan_of_counters(
         high=speed,
         speedup=1.0,
     )
-    part = ContextPlan(0, acceptance, (), (cell,), break_even_seconds=step_seconds / tokens)
-    return EnginePlan(engine=engine, target=url, contexts=(part,))
+    observed = ContextPlan(0, acceptance, (), (cell,), break_even_seconds=step_seconds / tokens)
+    return EnginePlan(engine=engine, target=url, contexts=(observed,))
 
 
 def diagnose_llama_server(
     server: Server, version: str, workload: Workload, report_status: Callable[[str], None]
 ) -> EnginePlan:
-    """Decodes prompts, and times the steps of shorter chains in requests without room for more."""
+    """The plan from decoding prompts, and from requests with no room for more than short chains."""
     prompts = [server.encode(workload.prompts[index]) for index in workload.measuring]
     report_status(f"decoding {len(prompts)} prompts")
     recorded = [server.generate(prompt, workload.tokens) for prompt in prompts]
@@ -116,9 +118,9 @@ def diagnose_llama_server(
     return make_plan(
         [(ChainModel(acceptance, length), StepTimes(tuple(timed.values())))],
         [1],
-        lambda part: tuple(
+        lambda context_plan: tuple(
             f"--spec-draft-n-max {entry.speculative_tokens}"
-            for entry in part.schedule
+            for entry in context_plan.schedule
             if entry.speculative_tokens
         ),
         engine="llamacpp",

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -44,9 +44,14 @@ PERIOD = 64
 COPIED = Drafting(lookup_size=3, lookup_length=TIMED_WIDTHS[-1] - 1)
 """In a text that repeats, a pattern of three tokens is found one period before."""
 
-Recorded = tuple[list[Any], list[list[Proposal]], list[ChainStep]]
-"""The token ids or the steps after a prompt, the chains that the server has logged, and steps that
-were timed."""
+
+class Recorded(NamedTuple):
+    """What was recorded of a prompt in one way of drafting, and steps that were timed meanwhile."""
+
+    answer: list[Any]
+    """The steps that decoded the prompt, or token ids; empty where only times are needed."""
+    chains: list[list[Proposal]]
+    timed: list[ChainStep]
 
 
 @dataclass(kw_only=True)
@@ -129,11 +134,11 @@ class LlamaCppPool(EnginePool):
         return [*map(self._measure_at, self.contexts)]
 
     def _measure_at(self, context: int) -> tuple[ReplayModel, StepTimes]:
-        """What predicts each drafting after so many tokens; other types are decoded themselves."""
+        """What predicts every way of drafting at one context, and the times of its steps."""
         texts, recorded = self.record(context)
         times = self._step_times(recorded, context)
         draftings = candidates(self.max_length * bool(self.draft_type))
-        steps = [of_text for of_text, *_ in recorded.get(self.recording, ())]
+        steps = [text.answer for text in recorded.get(self.recording, ())]
         counted = acceptance_of(
             steps or [text.replay(COPIED) for text in texts], self.source(context)
         )
@@ -147,7 +152,7 @@ class LlamaCppPool(EnginePool):
                 for lookup in draftings
                 if lookup.lookup_size
             ]
-        decoded = {
+        decoded = {  # types that are not replayed
             drafting: self.decode(drafting, self.workload.measuring, context)
             for name in self.other_types
             for drafting in {structs.replace(other, types=name) for other in (NONE, best)}
@@ -155,7 +160,7 @@ class LlamaCppPool(EnginePool):
         return replace(model, draftings=[*draftings, *decoded], recorded=decoded), times
 
     def record(self, context: int) -> tuple[list[DraftedText], dict[Drafting, list[Recorded]]]:
-        """The texts of the prompts to measure on, and what is recorded of each, by the server."""
+        """The texts of the prompts to measure on, and what each server recorded of each prompt."""
         begins = Drafting(self.recording.length, NEVER)
         reads_states = self.draft_type in HIDDEN_STATE_TYPES
         drafts = [self.recording] * bool(self.draft_type) + [begins] * reads_states
@@ -163,18 +168,20 @@ class LlamaCppPool(EnginePool):
         rounds = self.run_in_rounds(kinds, self._record, self.workload.num_measuring)
         recorded = {kind.drafting: answers for kind, answers in rounds.items()}
         texts = []
-        for index, (tokens, _, _) in enumerate(recorded[NONE]):
+        for index, plain in enumerate(recorded[NONE]):
             prompt, bonus = self.prompt(index, context), 1 + self.is_recurrent
-            text = DraftedText(self.workload.tokens, prompt, tokens, bonus=bonus)
+            text = DraftedText(self.workload.tokens, prompt, plain.answer, bonus=bonus)
             if self.draft_type:
-                text = with_proposals(text, *recorded[self.recording][index][:2])
+                drafted = recorded[self.recording][index]
+                text = with_proposals(text, drafted.answer, drafted.chains)
             if reads_states:
-                text = with_first_tokens(text, *recorded[begins][index][:2])
+                first = recorded[begins][index]
+                text = with_first_tokens(text, first.answer, first.chains)
             texts.append(text)
         return texts, recorded
 
     def _record(self, kind: RunKind, index: int) -> Recorded:
-        """Decodes a prompt, and in some rounds times steps of every length."""
+        """Decodes the prompt of this index in one way, and in some rounds times its steps."""
         key, _, context = kind
         count = self.workload.num_measuring
         self.report_status(f"recording and timing, text {index + 1} of {count}")
@@ -183,14 +190,14 @@ class LlamaCppPool(EnginePool):
         timed = [step for _ in range(num_rounds) for step in self._timed(key, prompt, context)]
         tokens = self.workload.tokens
         if not key.length:
-            return server.text(prompt, tokens) if key == NONE else [], [], timed
+            return Recorded(server.text(prompt, tokens) if key == NONE else [], [], timed)
         server.text(prompt, 1)  # begins when the timed requests, which were given up, have ended
         server.logged_chains()
         decode = server.generate if key == self.recording else server.text
-        return decode(prompt, tokens), server.logged_chains(), timed
+        return Recorded(decode(prompt, tokens), server.logged_chains(), timed)
 
     def _timed(self, key: Drafting, prompt: Sequence[int], context: int) -> Iterator[ChainStep]:
-        """Steps of a server in requests that have no room for longer chains than so many tokens."""
+        """Steps that time a server: plain ones, or for each number of drafted tokens one."""
         server = self.running[key]
         if key == NONE:
             yield from server.generate(prompt, PLAIN_TOKENS)
@@ -205,13 +212,13 @@ class LlamaCppPool(EnginePool):
             yield from steps
 
     def _step_times(self, recorded: Mapping[Drafting, list[Recorded]], context: int) -> StepTimes:
-        """Steps of every length, without a draft and with it.
+        """The median seconds of steps at one context, and of the parts that they are made of.
 
         A draft that reads hidden states drafts its whole chain and reads a token, before the chain
         is cut off.
         """
         plain, copied, drafted = (
-            timed_steps(step for *_, timed in recorded.get(key, ()) for step in timed)
+            timed_steps(step for text in recorded.get(key, ()) for step in text.timed)
             for key in (NONE, COPIED, self.recording)
         )
         passes = {num + 1: step.seconds for num, step in (copied | plain).items()}
@@ -227,16 +234,16 @@ class LlamaCppPool(EnginePool):
         if self.draft_type in BLOCK_TYPES:  # one pass drafts all tokens
             return replace(times, rest_seconds=rest)
         reads = self.draft_type in HIDDEN_STATE_TYPES
-        drafting = {num: longest if reads else num for num in rest}  # passes
-        per_pass = [(rest[num] - idle) / (drafting[num] + reads) for num in (*rest,)[:4]]
-        one = max(float(np.median(per_pass)), 0.0)
-        rest = {num: seconds - one * drafting[num] for num, seconds in rest.items()}
-        return replace(times, pass_seconds=one, rest_seconds={0: idle, **rest})
+        num_passes = {num: longest if reads else num for num in rest}  # that draft
+        per_pass = [(rest[num] - idle) / (num_passes[num] + reads) for num in (*rest,)[:4]]
+        pass_seconds = max(float(np.median(per_pass)), 0.0)
+        rest = {num: seconds - pass_seconds * num_passes[num] for num, seconds in rest.items()}
+        return replace(times, pass_seconds=pass_seconds, rest_seconds={0: idle, **rest})
 
     def launch_options(self, plan: ContextPlan) -> tuple[str, ...]:
         """The options of llama-server for the best way of drafting, as one line for a shell."""
-        words = flags(plan.best_cell(1).drafting, self.draft_type, self.draft)
-        return (shlex.join(words),) if words else ()
+        options = flags(plan.best_cell(1).drafting, self.draft_type, self.draft)
+        return (shlex.join(options),) if options else ()
 
 
 def with_first_tokens(

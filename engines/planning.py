@@ -31,33 +31,40 @@ def make_plan(
     launch_options: Callable[[ContextPlan], tuple[str, ...]],
     **metadata: Any,
 ) -> EnginePlan:
-    """Computes the plan from acceptance and step times. No engine is needed.
+    """Computes the plan from measurements, one for each context. No engine is needed.
 
-    Of many settings at each length, the plan holds the best. `metadata` are fields of `EnginePlan`.
+    A plan has predictions (cells) for all `batches`, and of many settings with drafts of one length
+    the best. `launch_options` are `EnginePool.launch_options`; `metadata` fields of `EnginePlan`.
     """
     contexts = []
     for model, times in measurements:
         cells = [cell for batch in batches for cell in predict_cells(model, times, batch)]
         best = best_by(cells, lambda drafting: (drafting.length, *way_of_drafting(drafting)))
-        lengths = {
-            batch: best_of(predict_cells(model, times, batch)).drafting.length
-            for batch in range(1, max(batches) + 1)
-        }
-        schedule = []
-        for length, same_best in groupby(lengths, lengths.__getitem__):
-            sizes = [*same_best]
-            schedule.append(ScheduleEntry(sizes[0], sizes[-1], length))
-        part = ContextPlan(
+        context_plan = ContextPlan(
             context=times.context,
             acceptance=model.acceptance,
             steps=times.steps,
             cells=tuple(cell for cell in cells if cell in best),
-            schedule=tuple(schedule),
+            schedule=schedule_up_to(max(batches), model, times),
             target_seconds=dict(times.target_seconds),
+            # a step without speculation, if it yielded the most tokens of any way of drafting
             bounds={FREE: cells[0].throughput * max(cell.tokens_per_step for cell in cells)},
         )
-        contexts.append(replace(part, lines=launch_options(part)))
+        contexts.append(replace(context_plan, lines=launch_options(context_plan)))
     return EnginePlan(contexts=tuple(contexts), **metadata)
+
+
+def schedule_up_to(max_batch: int, model: StepModel, times: StepTimes) -> tuple[ScheduleEntry, ...]:
+    """The best draft length of every batch size from 1 on, with equal neighbours as one entry."""
+    lengths = {
+        batch: best_of(predict_cells(model, times, batch)).drafting.length
+        for batch in range(1, max_batch + 1)
+    }
+    schedule = []
+    for length, batches in groupby(lengths, lengths.__getitem__):
+        first, *others = batches
+        schedule.append(ScheduleEntry(first, [first, *others][-1], length))
+    return tuple(schedule)
 
 
 def plan_of(pool: EnginePool, measurements: Iterable[Measurement]) -> EnginePlan:
@@ -81,7 +88,7 @@ def best_by(cells: Iterable[Cell], key: Callable[[Drafting], Any]) -> list[Cell]
 
 
 def way_of_drafting(drafting: Drafting) -> tuple[bool, bool, str]:
-    """Tells no speculation, chains of the draft, lookups, and one before the other apart."""
+    """The kind of drafting: whether a draft drafts, whether text is looked up, and other types."""
     return drafting.length > 0, drafting.lookup_size > 0, drafting.types
 
 
@@ -89,6 +96,7 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
     """Measures the best cell of each way of drafting on other prompts."""
 
     def run(kind: RunKind, round_index: int) -> EngineRun:
+        """Decodes every third held-out prompt, beginning with another one in each round."""
         pool.report_status(f"verifying, run {round_index + 1} of {VERIFY_REPEATS}")
         prompts = pool.workload.held_out
         return pool.run(kind, prompts[round_index::VERIFY_REPEATS] or prompts)
@@ -101,12 +109,13 @@ def verify_plan(pool: EnginePool, plan: EnginePlan) -> EnginePlan:
     runs = pool.run_in_rounds(kinds, run, VERIFY_REPEATS)
 
     def with_measured(cell: Cell, context: int) -> Cell:
+        """A cell with the figures of its runs, if it was one of those that ran."""
         kind = RunKind(cell.drafting, cell.batch, context)
         measured = measured_cell(runs[kind], cell.batch) if kind in runs else None
         return replace(cell, measured=measured)
 
     contexts = (
-        replace(part, cells=tuple(with_measured(cell, part.context) for cell in part.cells))
-        for part in plan.contexts
+        replace(old, cells=tuple(with_measured(cell, old.context) for cell in old.cells))
+        for old in plan.contexts
     )
     return replace(plan, contexts=tuple(contexts))

@@ -63,7 +63,7 @@ class EngineRun(NamedTuple):
 
 
 def measured_cell(runs: Sequence[EngineRun], batch: int) -> MeasuredCell:
-    """Summarizes runs of one kind."""
+    """What runs of one kind, with `batch` requests at a time, achieved together."""
     seconds, num_steps, tokens = map(sum, zip(*runs, strict=True))
     return MeasuredCell(tokens / seconds, tokens / (num_steps * batch), seconds / num_steps)
 
@@ -126,7 +126,7 @@ class EnginePool(ExitStack, ABC):
         """The options to start the engine with."""
 
     def source(self, context: int) -> str:
-        """What acceptance is counted on."""
+        """Says in words what acceptance is counted on, such as "8 prompts of 512 tokens"."""
         return f"{self.workload.num_measuring} prompts" + f" of {context} tokens" * bool(context)
 
     def ensure_running(self, keys: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,16 +35,17 @@ class StepTimes:
         what was timed the time is that of the nearest.
         """
         batches = sorted({step.batch for step in self.steps})
-        rows = []
+        by_batch = []  # seconds and error at `length`
         for timed_batch in batches:
             steps = sorted(
                 (step.speculative_tokens, step.seconds, step.error)
                 for step in self.steps
                 if step.batch == timed_batch and bool(step.speculative_tokens) == bool(length)
             )
-            lengths, *columns = np.array(steps).T
-            rows.append([np.interp(length, lengths, column) for column in columns])
-        seconds, error = (float(np.interp(batch, batches, column)) for column in np.array(rows).T)
+            lengths, *timed = np.array(steps).T
+            by_batch.append([np.interp(length, lengths, values) for values in timed])
+        both = np.array(by_batch).T
+        seconds, error = (float(np.interp(batch, batches, values)) for values in both)
         return seconds, error
 
     def target_pass(self, tokens: int) -> float:
@@ -70,7 +71,7 @@ def interpolated(seconds: Mapping[int, float], tokens: int) -> float:
 
 
 def step_seconds(batch: int, length: int, seconds: Iterable[float]) -> StepSeconds:
-    """The median of several measurements."""
+    """The median of several measurements of a step with `length` drafted tokens, with its error."""
     return StepSeconds(batch, length, *median_with_error(np.array([*seconds])))
 
 
@@ -112,9 +113,19 @@ class Expectation(NamedTuple):
         return self.tokens / self.seconds
 
 
-StepModel = Any
-"""What predicts the steps of every way of drafting from one measurement: `acceptance`, `draftings`
-with none first, and `expect`, as of `ChainModel` and `ReplayModel`."""
+class StepModel(Protocol):
+    """What predicts the steps of every way of drafting: `ChainModel` or `ReplayModel`."""
+
+    @property
+    def acceptance(self) -> ChainAcceptance:
+        """How far chains of the draft were accepted."""
+
+    @property
+    def draftings(self) -> Sequence[Drafting]:
+        """The ways to choose from, none first."""
+
+    def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
+        """The mean step of a way of drafting at a batch size."""
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ class ForcedAcceptance:
     ) -> tuple[Tensor, Ints, Ints]:
         """Decode a text until a step has an end token, or there are `max_new_tokens`.
 
-        Returns int64 [n], and the level and the node class of the positions from the prompt's last
-        token on. The end token is left out.
+        Returns prompt and text without the end token, int64 [n]; and from the prompt's last token
+        on the level and the node class of each position in the tree of its step, int64 [positions].
         """
         tree, prompt_length = self.decoder.step.tree, prompt.numel()
         token_ids, levels, node_classes = prompt.tolist(), [0], [0]
@@ -165,10 +165,10 @@ class ForcedAcceptance:
             )
             drafted_probs[positions] = children.expected_acceptance().cpu().numpy()
             if lookup and (is_here := np.isin(lookup.token_positions, positions)).any():
-                rows = np.searchsorted(positions, lookup.token_positions[is_here])
-                looked_up = (rows, lookup.tokens[is_here])
+                indices = np.searchsorted(positions, lookup.token_positions[is_here])
                 probs = children.looked_up_acceptance(
-                    *(torch.from_numpy(part).to(step.device) for part in looked_up)
+                    torch.from_numpy(indices).to(step.device),
+                    torch.from_numpy(lookup.tokens[is_here]).to(step.device),
                 )
                 looked_up_probs[is_here] = probs.cpu().numpy()
         return drafted_probs, looked_up_probs

@@ -75,7 +75,7 @@ def idle_cores() -> float | None:
 def differences(
     measured: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
-    """Which of these keys of metadata differ, as "threads 2, here 4"."""
+    """Which of the keys `names` differ, as "threads 2, here 4"; only those that both have."""
     return [
         f"{name} {measured[name]}, here {current[name]}"
         for name in names

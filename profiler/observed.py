@@ -76,7 +76,7 @@ class ObservedAcceptance:
 def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
     """Counts off the spine, scaled so that neither node class has more counts than trials.
 
-    What is too much for one class goes to the other, so the sum stays.
+    What is too much for one class goes to the other, so the sum stays. float64 [levels, ranks].
     """
     shares = np.minimum(1, trials / np.maximum(counts.sum(-1), 1e-300))[..., None]
     total, off_spine = counts.sum(1), counts[:, 1] * shares[:, 1]

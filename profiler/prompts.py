@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import BUILT_IN, Prompt, PromptText, held_out_half, load
@@ -11,13 +12,13 @@ from sequoia_plan.runtime import Pair
 from sequoia_plan.runtime.text import text_ids
 
 
-def held_out(tokenizer: Any, max_prompts: int) -> list[list[int]]:
+def held_out(tokenizer: PreTrainedTokenizerBase, max_prompts: int) -> list[list[int]]:
     """Token ids of the first `max_prompts` built-in prompts that no profile is measured on."""
     prompts = held_out_half(load(BUILT_IN))[:max_prompts]
     return [encode(tokenizer, prompt.text) for prompt in prompts]
 
 
-def encode(tokenizer: Any, prompt: PromptText) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: PromptText) -> list[int]:
     """Token ids of a prompt: in the model's chat template if it has one, else as plain text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if getattr(tokenizer, "chat_template", None):

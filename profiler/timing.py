@@ -45,8 +45,8 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
 def drift_free_quartiles(times: Floats) -> Floats:
     """First quartile, median and third quartile of repeated times, without common drift.
 
-    `times` float64 [..., sizes, rounds], NaN where a size took no part; returns float64
-    [3, ..., sizes].
+    Each round's times are divided by how much slower than its own median the median size was.
+    `times` float64 [..., sizes, rounds], NaN where a size took no part; returns [3, ..., sizes].
     """
     slowdowns = times / np.nanmedian(times, -1, keepdims=True)
     drift = np.nanmedian(slowdowns.reshape(-1, times.shape[-1]), 0)

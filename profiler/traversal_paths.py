@@ -9,13 +9,14 @@ from sequoia_plan.runtime.verify import VERIFIERS, DrawnTree, TreeIndex, travers
 
 
 def adding_to(reached: Tensor) -> Callable[[DrawnTree], None]:
-    """What `TreeVerifier.observe` calls: adds the probabilities that paths get to each level.
+    """A function for `TreeVerifier.observe`, which adds to `reached` what each drawn tree gives.
 
-    `reached` float64 [2, depth]: of `sequoia`, and of `traversal`, on the same draws.
+    `reached` float64 [2, depth]: the probabilities that the accepted path gets to each level, of
+    `sequoia` and of `traversal`, on the same draws.
     """
 
     def add(tree: DrawnTree) -> None:
-        """Compute what both would accept."""
+        """Add the probabilities of one drawn tree."""
         index, residual = tree.index, traversal.residual_after_children(tree)
         subtree_probs = traversal.subtree_probs(residual, index).double().cpu()
         levels = index.levels.cpu()  # of each node

@@ -155,17 +155,17 @@ def _shape(tree: TokenTree) -> dict[str, Any]:
     """What `--json` prints of a tree, and of its trees by match and by context."""
     by_match = [
         {
-            "match_length": part.match_length,
-            "share": part.share,
+            "match_length": match_plan.match_length,
+            "share": match_plan.share,
             "looks_up": class_tree.looks_up,
-            "expected_tokens": part.expected_tokens,
-            "step_seconds": part.step_seconds,
+            "expected_tokens": match_plan.expected_tokens,
+            "step_seconds": match_plan.step_seconds,
             "size": class_tree.size,
             "depth": class_tree.depth,
             "parents": class_tree.parents.tolist(),
         }
-        for part in tree.plan.by_match
-        for class_tree in [tree.for_match(part.match_length)]
+        for match_plan in tree.plan.by_match
+        for class_tree in [tree.for_match(match_plan.match_length)]
     ]
     return {
         "size": tree.size,

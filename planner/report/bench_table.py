@@ -135,17 +135,17 @@ def table(result: BenchResult) -> Table:
         speed, first = method.tokens_per_second.median, method.first_token_seconds.median
         rows.append([method.title, *shown, f"{speed:.1f}", f"{first * 1000:.0f} ms"])
         is_ours.append(name in TREE_METHODS)
-        for kind, part in method.by_kind.items():
-            rows.append([f"  {kind} ({part.prompts})", *cells(part, part.speedup), "", ""])
+        for kind, of_kind in method.by_kind.items():
+            rows.append([f"  {kind} ({of_kind.prompts})", *cells(of_kind, of_kind.speedup), "", ""])
             is_ours.append(False)
     return Table(COLUMNS, rows, is_ours)
 
 
-def cells(part: MethodResult | KindResult, ratio: Ratio | None) -> list[str]:
+def cells(result: MethodResult | KindResult, ratio: Ratio | None) -> list[str]:
     """Measured and predicted speed-up, and tokens a step."""
-    prediction = part.prediction or Prediction()
+    prediction = result.prediction or Prediction()
     speedup = f"{ratio.median:.2f}x ({_ends(ratio, '-')})" if ratio else "-"
-    tokens = [_number_text(part.tokens_per_step), _number_text(prediction.tokens_per_step)]
+    tokens = [_number_text(result.tokens_per_step), _number_text(prediction.tokens_per_step)]
     return [speedup, _promise_text(prediction), *tokens]
 
 

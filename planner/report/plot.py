@@ -9,7 +9,7 @@ from sequoia_plan.planner.report.tree_summary import at_least
 
 
 def draw(tree: TokenTree, path: str | Path) -> None:
-    """Draw the tree of each class of match into a .png or .svg file."""
+    """Draw the tree of each match class into a .png or .svg file."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg"):
         raise ArgumentError(

@@ -119,17 +119,17 @@ def describe_states(tree: TokenTree) -> Iterator[str]:
 
     The match of a text is its longest suffix that occurs earlier in it.
     """
-    for part in tree.plan.by_match if tree.by_match else ():
-        class_tree = tree.for_match(part.match_length)
+    for match_plan in tree.plan.by_match if tree.by_match else ():
+        class_tree = tree.for_match(match_plan.match_length)
         source = "drafted"
         if class_tree.looks_up:
             num_drafted = int((class_tree.classes == 1).sum())
             source = f"looked up, {num_drafted} drafted" if num_drafted else "looked up"
         yield _line(
-            f"match of {at_least(part.match_length)}",
-            f"{part.share:.1%} of steps: {source}; {class_tree.size} nodes, depth "
-            f"{class_tree.depth}, {part.expected_tokens:.3f} tokens a step, "
-            f"{part.step_seconds * 1000:.1f} ms",
+            f"match of {at_least(match_plan.match_length)}",
+            f"{match_plan.share:.1%} of steps: {source}; {class_tree.size} nodes, depth "
+            f"{class_tree.depth}, {match_plan.expected_tokens:.3f} tokens a step, "
+            f"{match_plan.step_seconds * 1000:.1f} ms",
         )
     if tree.plan.plain_seconds and (tree.size > 1 or tree.by_match):
         text = f"other trees or none, by the clock; a long text loses {MAX_LOSS:.0%} at most"

@@ -32,18 +32,18 @@ class Problem:
     """The tree of most expected tokens is asked for.
 
     Args:
-        rows: float64 [depth - 1, node classes, branching], the rates of each level that may have
+        rates: float64 [depth - 1, node classes, branching], the rates of each level that may have
             children, as in `Acceptance`.
         budget: the most nodes of a tree, the root included.
     """
 
-    rows: Floats
+    rates: Floats
     budget: int
 
     @cached_property
     def is_non_increasing(self) -> bool:
         """Whether p never increases with rank, so that best-first search is exact."""
-        return best_first.is_non_increasing(self.rows)
+        return best_first.is_non_increasing(self.rates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class SpeedProblem(Problem):
     @cached_property
     def is_ordered(self) -> bool:
         """Whether no sibling adds more to a tree than an earlier one, so that searches prove."""
-        return self.is_non_increasing and best_first.favours_spine(self.rows)
+        return self.is_non_increasing and best_first.favours_spine(self.rates)
 
     def step_seconds(self, tree: TokenTree) -> float:
         """Seconds of a step with a tree, of the other steps, and of catching up after it."""
@@ -93,7 +93,7 @@ class SpeedProblem(Problem):
         """
         drafting, max_size = self.times.drafting, self.max_size
         # A tree of n nodes has at most n levels.
-        max_depth = min(len(self.rows) + 1, max_size, drafting.max_depth or max_size)
+        max_depth = min(len(self.rates) + 1, max_size, drafting.max_depth or max_size)
         depths = range(2, max_depth + 1)
         widths = np.array([drafting.first_pass_width(depth) for depth in depths], int)
         by_depth = zip(depths, self.times.draft_seconds(widths).tolist(), strict=True)
@@ -103,14 +103,14 @@ class SpeedProblem(Problem):
         """The same for trees of so many levels, each of which leaves unread what a chain does."""
         return replace(
             self,
-            rows=self.rows[: depth - 1],
+            rates=self.rates[: depth - 1],
             other_seconds=self.seconds_beside(TokenTree.chain(depth)),
             catch_up=(0.0,),
         )
 
     def evaluate(self, tree: TokenTree) -> FastestTree:
         """A tree with its predicted speed, which is also its bound."""
-        speed = (expected_tokens(tree, self.rows) + self.other_tokens) / self.step_seconds(tree)
+        speed = (expected_tokens(tree, self.rates) + self.other_tokens) / self.step_seconds(tree)
         return FastestTree(tree, speed, speed)
 
     def speed_bounds(self, tokens: Floats, least_depth: int) -> Floats:
@@ -126,7 +126,7 @@ class SpeedProblem(Problem):
 
         The most valuable nodes, whether or not they form a tree, are divided by the least time.
         """
-        tokens = np.cumsum(best_first.highest_values(self.rows, self.max_size))
+        tokens = np.cumsum(best_first.highest_values(self.rates, self.max_size))
         return float(self.speed_bounds(tokens, least_depth).max())
 
 

@@ -1,12 +1,13 @@
 """What a plan promises: figures over the profiled prompts, with intervals, also by kind."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from sequoia_plan.artifacts import Profile, TokenTree
-from sequoia_plan.artifacts.counts import ALL_KINDS, Floats
+from sequoia_plan.artifacts.counts import ALL_KINDS, ClassCounts, Floats
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.artifacts.plan import Interval
 from sequoia_plan.artifacts.promise import MIN_PROMPTS, Ends, Values, interval_of_new_kind, promise
@@ -23,7 +24,8 @@ def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
     No speed-up is below `LEAST_SPEEDUP`, because a text falls back to plain decoding.
     """
     speedups = {
-        kind: tuple(np.maximum(part, LEAST_SPEEDUP).tolist()) for kind, part in speedups.items()
+        kind: tuple(np.maximum(of_kind, LEAST_SPEEDUP).tolist())
+        for kind, of_kind in speedups.items()
     }
 
     def bounded(ends: Ends | None) -> Ends | None:
@@ -31,7 +33,7 @@ def promised_figures(tokens: Values, speedups: Values) -> dict[str, Any]:
         return ends and (max(ends[0], LEAST_SPEEDUP), max(ends[1], LEAST_SPEEDUP))
 
     def promised(values: Values) -> tuple[Any, Any]:
-        """The promise for as many prompts as were profiled; of few of many kinds, as if of one."""
+        """Median and interval for as many prompts as were profiled; few of them are one kind."""
         names = [kind for kind, of_kind in values.items() for _ in of_kind]
         if len(names) < len(values) + MIN_PROMPTS:
             values = {"": [v for of_kind in values.values() for v in of_kind]}
@@ -70,26 +72,27 @@ def single_tree_figures(
 
 
 def ratios_by_kind(profile: Profile) -> dict[str, tuple[Floats, list[Floats]]]:
-    """How many times as often as all prompts a kind, and each of its prompts, accepts each rank.
+    """How many times as often as over all prompts each rank is accepted: by kind, and by prompt.
 
-    `MORE_TRIALS` more trials that are as all prompts keep a kind's ratios of few counts near 1. The
-    texts of single prompts differ by chance as those that will be decoded do. float64 [ranks].
+    Returns for each kind its ratios, float64 [ranks], and those of its prompts. `MORE_TRIALS` keep
+    a kind's ratios near 1 if it has few counts; prompts that will be decoded differ by chance, too.
     """
     counts = profile.acceptance.counts
     if counts is None:
         return {}
     expected = counts.accepted.sum((0, 1)) / counts.trials.sum()
 
-    def ratios(numbers: Floats, more_trials: int = 0) -> Floats:
-        """The ratios of trials and of counts by rank."""
-        rates = (numbers[1:] + more_trials * expected) / max(numbers[0] + more_trials, 1)
+    def ratios(prompts: Sequence[ClassCounts], more_trials: int = 0) -> Floats:
+        """The ratios of some prompts together, float64 [ranks]."""
+        trials = sum(prompt.trials for prompt in prompts)
+        accepted = sum((np.array(prompt.counts) for prompt in prompts), np.zeros(expected.shape))
+        rates = (accepted + more_trials * expected) / max(trials + more_trials, 1)
         return np.where(expected > 0, rates / np.maximum(expected, 1e-300), 1.0)
 
-    by_kind = {}
-    for kind, of_kind in profile.prompts.items():
-        prompts = [np.array([part.trials, *part.counts]) for part in of_kind]
-        by_kind[kind] = ratios(np.sum(prompts, 0), MORE_TRIALS), list(map(ratios, prompts))
-    return by_kind
+    return {
+        kind: (ratios(prompts, MORE_TRIALS), [ratios([prompt]) for prompt in prompts])
+        for kind, prompts in profile.prompts.items()
+    }
 
 
 def scaled(rates: Floats, ratios: Floats) -> Floats:

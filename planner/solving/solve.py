@@ -59,7 +59,7 @@ def solve(
     """Find the best token tree for the measurements, with a proof in its plan.
 
         solve for the tree with the highest objective
-        with prompt lookup: solve for one tree for each class of match
+        with prompt lookup: solve for one tree for each match class
         record predictions, proofs and intervals in its plan
         with latencies at longer contexts: the same for each, as a tree by context
 
@@ -75,7 +75,7 @@ def solve(
             maximises F(T) over the predicted step time, each draft pass at its own width. None:
             "speed" if latencies are known, else "tokens".
         lookup: where the profile has texts for it and the objective is speed, solve for one tree
-            for each class of match, whose spine (the root, its first child, that node's first
+            for each match class, whose spine (the root, its first child, that node's first
             child, ...) may be looked up in the text (see match/portfolio.py).
         draft: False plans prompt lookup alone, for decoding without a draft.
 
@@ -103,12 +103,12 @@ def solve(
     measured = profile  # as a name whose type does not change
 
     def solved_with(latency: Latency | None) -> TokenTree:
-        """The tree for these latencies, if there are any, with its plan."""
+        """The best tree, with its plan, for one context's latencies; None solves for tokens."""
         times = StepTime(latency, measured.drafting) if latency else None
         recording = None
         if times and objective == "speed":
-            timed = SpeedProblem(problem.rows, budget, times)
-            if lookup and len(problem.rows):
+            timed = SpeedProblem(problem.rates, budget, times)
+            if lookup and len(problem.rates):
                 recording = recorded(measured, timed, depth, branching)
         if not draft and not recording:
             raise ArgumentError(

@@ -17,9 +17,9 @@ from sequoia_plan.planner.solving.tokens import frontier
 def test_the_bound_is_the_enumerated_optimum(rates, size, depth):
     """And where rows increase and no solver runs, it still holds."""
     problem = Problem(at_depth(rates, depth), size)
-    fits = [tree for tree in fitting(problem.rows, size) if tree.size == size]
+    fits = [tree for tree in fitting(problem.rates, size) if tree.size == size]
     if fits:
-        optimum = max(expected_tokens(tree, problem.rows) for tree in fits)
+        optimum = max(expected_tokens(tree, problem.rates) for tree in fits)
         assert frontier.most_tokens(problem, size) == pytest.approx(optimum, rel=1e-12)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(frontier, "max_rising_budget", lambda rows: 0)

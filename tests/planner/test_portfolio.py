@@ -40,7 +40,7 @@ from sequoia_plan.planner.solving.match.acceptance import (
 )
 from sequoia_plan.planner.solving.match.looked_up import fastest_looked_up_tree
 from sequoia_plan.planner.solving.match.portfolio import MatchProblem, fastest_portfolio
-from sequoia_plan.planner.solving.match.replay import advance_table, recorded_texts, replay
+from sequoia_plan.planner.solving.match.replay import recorded_texts, replay, step_length_table
 from sequoia_plan.planner.solving.problem import SpeedProblem
 from sequoia_plan.planner.solving.promised import ratios_by_kind
 from sequoia_plan.planner.solving.solve import solve
@@ -92,7 +92,7 @@ def highest_speed(problems, shares, times, max_size):
         for part in filter(None, (problem.drafted, problem.looked_up)):
             for tree in possible_trees(times, part is problem.looked_up, max_size):
                 seconds = times.step_seconds(tree) + part.seconds_beside(tree)
-                points.append((expected_tokens(tree, part.rows), seconds))
+                points.append((expected_tokens(tree, part.rates), seconds))
         figures.append(np.array(points))
     speed = 0.0
     for _ in range(100):
@@ -123,7 +123,7 @@ def test_the_fastest_looked_up_tree_is_that_of_brute_force(seed):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_no_portfolio_is_faster_than_the_solved_one(seed):
-    """Brute force over all portfolios of two or three classes of match, in some of which the draft
+    """Brute force over all portfolios of two or three match classes, in some of which the draft
     has to catch up after a step that left many tokens unread."""
     rng = np.random.default_rng(100 + seed)
     times = random_times(rng)
@@ -189,7 +189,7 @@ def test_a_draft_catches_up_with_accepted_tokens_only():
 
 def test_a_drafted_sibling_gets_its_chance_once_the_looked_up_token_is_rejected():
     """The root's looked-up child has p = .6, its drafted one .2 and a child of its own with .3."""
-    table = advance_table(looking_up(0, 0, 2), np.array([[[0.6, 0.2], [0.3, 0.0]]]))
+    table = step_length_table(looking_up(0, 0, 2), np.array([[[0.6, 0.2], [0.3, 0.0]]]))
     assert table.tolist() == [pytest.approx([0.5, 0.35, 0.15]), pytest.approx([0, 1, 0])]
 
 
@@ -198,7 +198,7 @@ def test_a_tree_that_looks_up_nothing_goes_as_far_as_its_acceptance_says():
     rows = random_rows(np.random.default_rng(0))
     for tree in SMALL_TREES[:60]:
         if tree.depth <= LEVELS + 1:
-            lengths = advance_table(tree, rows)[0]
+            lengths = step_length_table(tree, rows)[0]
             mean = float(lengths @ np.arange(1, len(lengths) + 1))
             assert mean == pytest.approx(expected_tokens(tree, rows))
 
@@ -235,7 +235,7 @@ def test_classes_of_a_looked_up_tree_are_not_mixed():
 
 
 def lookup_profile(**changes):
-    """A profile with two classes of match, in which looked-up tokens are mostly right."""
+    """A profile with two match classes, in which looked-up tokens are mostly right."""
     drafted = Counts([[900, 0], [400, 100]], [[[450, 120], [0, 0]], [[220, 50], [40, 10]]])
     right = np.array([[400, 360, 10], [360, 330, 8], [330, 310, 5], [310, 295, 4.0]])
     looked_up = Counts(
@@ -393,8 +393,8 @@ def test_drafted_children_of_a_kind_are_accepted_as_often_as_the_kind_says():
         for rows in ([[0.5, 0.1]], [[0.8, 0.1], [0.6, 0.2]])
     )
     of_kind = recorded._for_kind(MatchProblem(2, drafted, looked_up), ratios)
-    assert np.ravel(of_kind.drafted.rows) == pytest.approx([0.25, 0.05], rel=1e-3)
-    assert np.ravel(of_kind.looked_up.rows) == pytest.approx([0.8, 0.05, 0.3, 0.1], rel=1e-3)
+    assert np.ravel(of_kind.drafted.rates) == pytest.approx([0.25, 0.05], rel=1e-3)
+    assert np.ravel(of_kind.looked_up.rates) == pytest.approx([0.8, 0.05, 0.3, 0.1], rel=1e-3)
 
 
 def test_exchanging_trees_raises_the_speed_on_the_recorded_texts():

@@ -1,4 +1,4 @@
-"""Counts by class of match: matching, trials, acceptance after a looked-up token, aggregation."""
+"""Counts by match class: matching, trials, acceptance after a looked-up token, aggregation."""
 
 import itertools
 from collections import Counter
@@ -192,7 +192,7 @@ def test_texts_are_kept_by_kind_of_prompt():
     classes = Counter(class_of(position.match_length, MATCH_LENGTHS) for position in positions)
     for number, part in enumerate(counts.classes[1:], 1):
         assert classes[number] == (part.looked_up.trials[0].sum() if part.looked_up else 0)
-    # positions by level and class of parent are those of the profile, split by class of match
+    # positions by level and class of parent are those of the profile, split by match class
     totals = observed.totals()
     drafted_trials, drafted_accepted = np.zeros_like(totals.trials), np.zeros_like(totals.accepted)
     for part in counts.classes:

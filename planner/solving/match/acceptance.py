@@ -16,10 +16,7 @@ MIN_TRIALS = 50
 
 
 def drafted_acceptance(profile: Profile, match_class: MatchClass) -> Acceptance:
-    """The rates of steps of one match class with all nodes drafted.
-
-    A match class with too few counts has the profile's own.
-    """
+    """The rates of one match class with all nodes drafted; the profile's own for too few counts."""
     counts = match_class.drafted
     if counts is None or counts.trials[0].sum() < MIN_TRIALS:
         counts = profile.acceptance.counts
@@ -53,30 +50,31 @@ def looked_up_acceptance(match_class: MatchClass, drafted: Acceptance) -> Accept
     return Acceptance(rounded(np.stack([on_spine, off_spine], 1)))
 
 
-def looked_up_as_visited(rows: Floats, visits_by_run: Floats) -> Floats:
+def looked_up_as_visited(rates: Floats, visits_by_run: Floats) -> Floats:
     """Rates of `looked_up_acceptance`, with looked-up tokens as steps come upon them.
 
     A long run of right tokens has many positions and takes few steps. So a looked-up token is right
     less often for the average step than for the average position, which is what was counted. The
-    drafted children keep their probabilities given that the looked-up token is wrong. `rows`
-    float64 [levels, classes, ranks]; `visits_by_run[n]`: steps that met n right tokens in a row.
+    drafted children keep their probabilities given that the looked-up token is wrong. `rates`
+    float64 [levels, node classes, ranks], as is the result; `visits_by_run` float64 [runs], how
+    many steps met 0, 1, 2, ... right tokens in a row.
     """
     if visits_by_run.sum() < MIN_TRIALS:
-        return rows
+        return rates
     visits_of_at_least = visits_by_run[::-1].cumsum()[::-1]
-    is_right = pooled_rates(visits_of_at_least[:-1], visits_of_at_least[1:, None])[: len(rows), 0]
-    rows = rows.copy()
-    wrong_before = 1 - rows[:, 0, 0]
+    is_right = pooled_rates(visits_of_at_least[:-1], visits_of_at_least[1:, None])[: len(rates), 0]
+    rates = rates.copy()
+    wrong_before = 1 - rates[:, 0, 0]
     share_left = np.where(wrong_before > 0, (1 - is_right) / np.maximum(wrong_before, 1e-300), 0.0)
-    rows[:, 0, 1:] *= share_left[:, None]
-    rows[:, 0, 0] = is_right
-    return rounded(rows)
+    rates[:, 0, 1:] *= share_left[:, None]
+    rates[:, 0, 0] = is_right
+    return rounded(rates)
 
 
-def without_repeats(rows: Floats) -> Acceptance:
-    """The acceptance of these rows, float64 [levels, classes, ranks]: its last level holds on."""
-    differs = np.flatnonzero((np.diff(rows, axis=0) != 0).any((1, 2)))
-    return Acceptance(rows[: differs[-1] + 2 if differs.size else 1])
+def without_repeats(rates: Floats) -> Acceptance:
+    """The acceptance without last levels that repeat the one above, which holds for them, too."""
+    differs = np.flatnonzero((np.diff(rates, axis=0) != 0).any((1, 2)))
+    return Acceptance(rates[: differs[-1] + 2 if differs.size else 1])
 
 
 def pooled_rates(trials: Floats, accepted: Floats) -> Floats:

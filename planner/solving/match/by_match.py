@@ -28,7 +28,7 @@ def trees_by_match(
 
     Args:
         profile: the measurements.
-        recording: its recorded texts, and what each class of match is solved for.
+        recording: its recorded texts, and what each match class is solved for.
         base_tree: the fastest single tree without lookup.
 
     Returns:
@@ -42,7 +42,7 @@ def trees_by_match(
         MatchPlan(
             match_length=problem.match_length,
             share=share,
-            acceptance=without_repeats(problem.of(tree).rows),
+            acceptance=without_repeats(problem.of(tree).rates),
             expected_tokens=tokens,
             step_seconds=seconds,
         )
@@ -97,27 +97,33 @@ def _with_trees_exchanged(
     match is a longer one. So trees that are not the fastest with given shares are tried as well.
     """
     looked_up = [problem.looked_up for problem in recording.problems if problem.looked_up]
-    longest = max((min(len(p.rows) + 1, p.max_size) for p in looked_up), default=1)
+    longest = max((min(len(p.rates) + 1, p.max_size) for p in looked_up), default=1)
     chains = [TokenTree(TokenTree.chain(n).parents, looks_up=True) for n in range(2, longest + 1)]
     # in an order that does not depend on hashes
     sorted_trees = sorted(trees, key=lambda tree: (tree.looks_up, tree.size, tree.parents.tolist()))
     is_improved = True
     while is_improved:
         is_improved = False
-        for c, problem in enumerate(recording.problems):
-            if best.shares[c] < MIN_REPLAYED_SHARE:
+        for match_class, problem in enumerate(recording.problems):
+            if best.shares[match_class] < MIN_REPLAYED_SHARE:
                 continue
             for tree in (*sorted_trees, *chains):
-                if tree == best.trees[c] or (tree.looks_up and problem.looked_up is None):
+                present = best.trees[match_class]
+                if tree == present or (tree.looks_up and problem.looked_up is None):
                     continue
-                decoded = recording.decode((*best.trees[:c], tree, *best.trees[c + 1 :]))
+                trees_tried = list(best.trees)
+                trees_tried[match_class] = tree
+                decoded = recording.decode(tuple(trees_tried))
                 if decoded.speed > best.speed * (1 + OPTIMALITY_TOLERANCE):
                     best, is_improved = decoded, True
     return best
 
 
 def _with_by_match(trees: dict[int, TokenTree]) -> TokenTree:
-    """The first tree, with the others in `by_match` where they differ from the one before."""
+    """The tree for no match, with the others in `by_match` unless they equal the one before.
+
+    `trees`: by the shortest match of their class, ascending.
+    """
     by_match = {
         length: TokenTree(tree.parents, looks_up=tree.looks_up)
         for (_, before), (length, tree) in pairwise(trees.items())

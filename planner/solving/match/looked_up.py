@@ -27,11 +27,12 @@ class FoldedTail:
     """Trees of J + 1 levels, some of which stand for trees with a longer spine.
 
     Folding a tree makes the nodes of its tail, which is the spine's nodes on level J and deeper,
-    children of the spine's node on level J - 1. `rows` float64 [J, 2, ranks]; `tail_length` int64
-    [children + 1]; `num_drafted` int64 [children + 1].
+    children of the spine's node on level J - 1. `rates` float64 [J, 2, ranks], the acceptance with
+    these children. If that node has n of them, `tail_length[n]` stand for nodes of the tail and
+    `num_drafted[n]` for drafted children; both int64 [children + 1].
     """
 
-    rows: Floats
+    rates: Floats
     tail_length: Ints
     num_drafted: Ints
     branching: int
@@ -39,11 +40,11 @@ class FoldedTail:
     def unfold(self, tree: TokenTree) -> TokenTree:
         """The tree with a looked-up spine that a tree of the search stands for.
 
-        The rows have as many ranks as the spine's node on level J - 1 has children, which may be
+        The rates have as many ranks as the spine's node on level J - 1 has children, which may be
         more than other nodes can have. Their children of higher ranks have the value 0, so a tree
         with any is no faster than one of fewer nodes; no speculation stands for it.
         """
-        num_levels, child_counts = len(self.rows), tree.child_count.tolist()
+        num_levels, child_counts = len(self.rates), tree.child_count.tolist()
         has_tail = tree.depth > num_levels
         if has_tail:
             # the spine's nodes are the first of their levels
@@ -69,22 +70,23 @@ class FoldedTail:
         return TokenTree(parents, looks_up=True)
 
 
-def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail:
+def fold_tail(rates: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail:
     """Fold the tails of trees with J draft passes.
 
     For every number of children of the spine's node on level J - 1, the best part of them stands
     for the tail: its first nodes and the first drafted children that have the most value together.
-    The first child is always the looked-up one. `rows` float64 [levels, 2, branching];
-    `tail_charges` float64 [tail nodes].
+    The first child is always the looked-up one. `rates` float64 [levels, 2, branching];
+    `tail_charges` float64 [tail nodes]: expected tokens that catching up costs after a tail of 1,
+    2, ... nodes, more than after one.
     """
-    branching = rows.shape[2]
+    branching = rates.shape[2]
     last_level = num_passes - 1
-    on_spine = rows[:, 0, 0]
+    on_spine = rates[:, 0, 0]
     tail = np.cumprod(on_spine[last_level : last_level + len(tail_charges)])
-    # The rows' probabilities are relative to the value of the parent, the spine's last node above
+    # The rates' probabilities are relative to the value of the parent, the spine's last node above
     # the tail. A parent that is never accepted has no use for a tail.
     parent_value = max(float(np.prod(on_spine[:last_level])), 1e-300)
-    drafted = rows[last_level, 0, 1:]
+    drafted = rates[last_level, 0, 1:]
     tail_sums = np.cumsum(tail) - tail_charges / parent_value
     drafted_sums = np.append(0.0, np.cumsum(drafted))
     totals = tail_sums[:, None] + drafted_sums  # [tail nodes - 1, drafted children]
@@ -99,7 +101,7 @@ def fold_tail(rows: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail
         choices.append(max(choices[-1], choice, key=lambda choice: choice[0]))
     best_sums, tail_lengths, nums_drafted = map(np.array, zip(*choices, strict=True))
     folded = np.zeros((num_passes, 2, max(branching, len(choices) - 1)))
-    folded[:, :, :branching] = rows[:num_passes]
+    folded[:, :, :branching] = rates[:num_passes]
     folded[last_level, 0] = 0.0
     folded[last_level, 0, : len(choices) - 1] = np.diff(best_sums)
     return FoldedTail(folded, tail_lengths, nums_drafted, branching)
@@ -121,7 +123,7 @@ def fastest_looked_up_tree(problem: SpeedProblem, start: FastestTree) -> Fastest
         The fastest tree, with a bound on the speed of `start` and of all trees with a looked-up
         spine.
     """
-    times, max_levels, max_size = problem.times, len(problem.rows), problem.max_size
+    times, max_levels, max_size = problem.times, len(problem.rates), problem.max_size
     best = start
     for depth in range(2, min(max_levels + 1, max_size) + 1):
         chain = TokenTree(TokenTree.chain(depth).parents, looks_up=True)
@@ -136,20 +138,21 @@ def fastest_looked_up_tree(problem: SpeedProblem, start: FastestTree) -> Fastest
         # Where one pass serves all levels, a search has trees of fewer levels that matter as well.
         least_depth = num_passes + 1 if times.drafting.drafts_by_level else 2
         # A tree faster than `start` is charged at least this much for its tail.
-        folded = fold_tail(problem.rows, num_passes, start.speed * (seconds - seconds[0]))
-        part = replace(
+        folded = fold_tail(problem.rates, num_passes, start.speed * (seconds - seconds[0]))
+        folded_problem = replace(
             problem,
-            rows=folded.rows,
+            rates=folded.rates,
             other_seconds=problem.other_seconds + float(seconds[0]),
             catch_up=(0.0,),
         )
-        candidates.append((part.quick_bound(least_depth), folded, part))
+        candidates.append((folded_problem.quick_bound(least_depth), folded, folded_problem))
     bound = best.speed
-    for quick_bound, folded, part in sorted(candidates, key=lambda item: -item[0]):
+    for quick_bound, folded, folded_problem in sorted(candidates, key=lambda item: -item[0]):
         if quick_bound <= best.speed:
             bound = max(bound, best.speed)  # of a tree of fewer passes, whose search is left out
             break
-        best, searched_bound = search(part, best, partial(_evaluate_unfolded, problem, folded))
+        evaluate = partial(_evaluate_unfolded, problem, folded)
+        best, searched_bound = search(folded_problem, best, evaluate)
         bound = max(bound, min(searched_bound, quick_bound))
     return best._replace(bound=proven_bound(best.speed, bound))
 

@@ -1,4 +1,4 @@
-"""Trees by match: one tree for each class of match, together the fastest in the long run.
+"""Trees by match: one tree for each match class, together the fastest in the long run.
 
 Before each step, the match is the longest suffix of the committed tokens that occurs earlier in
 them, and its length decides the class of the step (artifacts/lookup.py). In class c the step runs
@@ -35,7 +35,7 @@ MAX_ASCENTS = 50
 
 @dataclass(frozen=True)
 class MatchProblem:
-    """What the tree of one class of match is solved for: all drafted, or with a looked-up spine."""
+    """What the tree of one match class is solved for: all drafted, or with a looked-up spine."""
 
     match_length: int
     drafted: SpeedProblem
@@ -49,7 +49,7 @@ class MatchProblem:
         return self.looked_up
 
     def fastest(self, present: FastestTree, **beside: Any) -> FastestTree:
-        """The fastest tree beside the steps of other classes, which are fields of the problems."""
+        """The fastest tree, or `present`; `beside`: fields of the problem for other steps."""
         best = fastest_tree(_promising(replace(self.drafted, **beside), present.speed), present)
         if self.looked_up is None:
             return best
@@ -58,17 +58,17 @@ class MatchProblem:
 
 
 def _promising(problem: SpeedProblem, speed: float) -> SpeedProblem:
-    """The problem without the levels that no tree of this speed has: a bound rules them out."""
-    for num_levels in range(min(len(problem.rows), problem.max_size - 1), 0, -1):
-        problem = replace(problem, rows=problem.rows[:num_levels])
+    """The problem without its deepest levels, as far as no tree of `speed` can have them."""
+    for num_levels in range(min(len(problem.rates), problem.max_size - 1), 0, -1):
+        problem = replace(problem, rates=problem.rates[:num_levels])
         if problem.quick_bound(num_levels + 1) > speed:
             return problem
-    return replace(problem, rows=problem.rows[:0])
+    return replace(problem, rates=problem.rates[:0])
 
 
 @dataclass(frozen=True)
 class Portfolio:
-    """One tree for each class of match, and tokens a second: theirs, and those of no other ones."""
+    """One tree for each match class, their tokens a second, and what no other trees exceed."""
 
     trees: tuple[TokenTree, ...]
     speed: float
@@ -130,12 +130,12 @@ def fastest_portfolio(
 
 
 def step_figures(problems: Sequence[MatchProblem], trees: Sequence[TokenTree]) -> Floats:
-    """Expected tokens and seconds of a step in each class of match, float64 [classes, 2]."""
+    """Expected tokens and seconds of a step, float64 [match classes, 2]; a tree for each class."""
     pairs = [(problem.of(tree), tree) for problem, tree in zip(problems, trees, strict=True)]
-    return np.array([[expected_tokens(tree, p.rows), p.step_seconds(tree)] for p, tree in pairs])
+    return np.array([[expected_tokens(tree, p.rates), p.step_seconds(tree)] for p, tree in pairs])
 
 
 def tokens_per_second(shares: Floats, figures: Floats) -> float:
-    """The speed of steps of all classes, float64 [classes], [classes, 2]."""
+    """Tokens a second over all steps; `shares` float64 [classes], `figures` of `step_figures`."""
     tokens, seconds = shares @ figures
     return float(tokens / seconds)

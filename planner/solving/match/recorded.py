@@ -1,11 +1,11 @@
 """Recorded texts, decoded again on paper with trees by match.
 
-The shares of classes of match depend on the trees, and so do the looked-up tokens that steps come
+The shares of match classes depend on the trees, and so do the looked-up tokens that steps come
 upon, and the tokens that the draft has to catch up with. The recorded texts of a profile give all
 three for any trees (replay.py).
 
 A kind of prompts differs from the others in its texts, and in how often drafted children are
-accepted. A profile has the texts by kind, and the counts by kind over all classes of match. So the
+accepted. A profile has the texts by kind, and the counts by kind over all match classes. So the
 probability of a drafted child in a class is that of the class times what the kind has in place of
 all prompts.
 """
@@ -59,7 +59,7 @@ class DecodedAgain:
 
 @dataclass(frozen=True)
 class Recording:
-    """What trees by match are solved for: texts (one at least) and counts by class of match."""
+    """What trees by match are solved for: texts (one at least) and counts by match class."""
 
     texts: Sequence[RecordedText]
     problems: Sequence[MatchProblem]
@@ -76,26 +76,26 @@ class Recording:
         return Recording(self.texts, problems)
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
-        """Decode the recorded texts again with the tree of each class of match."""
+        """Decode the recorded texts again with the tree of each match class."""
         pairs = zip(self.problems, trees, strict=True)
-        result = replay(self.texts, trees, [problem.of(tree).rows for problem, tree in pairs])
-        # float64 [trees before]: what a draft reads after a step with each of them
-        seconds_before = _catch_up_seconds(trees, self.times)
+        result = replay(self.texts, trees, [problem.of(tree).rates for problem, tree in pairs])
+        seconds_by_next_tree = _catch_up_seconds(trees, self.times)
         problems = []
-        for c, problem in enumerate(self.problems):
-            visits = result.visits_by_run[c]
-            catch_up = seconds_before @ _as_shares(result.transitions[c])
+        for match_class, problem in enumerate(self.problems):
+            visits = result.visits_by_run[match_class]
+            # on average over the classes of the step after, whose tree catches up
+            catch_up = seconds_by_next_tree @ _as_shares(result.transitions[match_class])
             looked_up = problem.looked_up and replace(
                 problem.looked_up,
-                rows=looked_up_as_visited(problem.looked_up.rows, visits),
+                rates=looked_up_as_visited(problem.looked_up.rates, visits),
                 catch_up=_looked_up_catch_up(catch_up, visits),
             )
             drafted = replace(problem.drafted, catch_up=tuple(catch_up.tolist()))
             problems.append(MatchProblem(problem.match_length, drafted, looked_up))
         shares = np.maximum(result.shares, MIN_SHARE)
         shares /= shares.sum()
-        figures = step_figures(problems, trees)  # tokens and seconds of each class
-        figures[:, 0] = result.tokens_per_step
+        figures = step_figures(problems, trees)
+        figures[:, 0] = result.tokens_per_step  # as replayed, in place of what the rates expect
         speed = tokens_per_second(shares, figures)
         return DecodedAgain(trees, shares, problems, speed, result.tokens_per_step)
 
@@ -116,12 +116,13 @@ def recorded(
     problems: list[MatchProblem] = []
     for match_class in lookup.classes:
         acceptance = drafted_acceptance(profile, match_class)
-        drafted = replace(base, rows=acceptance.at_depth(len(base.rows) + 1, branching))
+        drafted = replace(base, rates=acceptance.at_depth(len(base.rates) + 1, branching))
         looked_up = None
         if match_class.match_length > 0:
             looked_up = problems[-1].looked_up
-            if rates := looked_up_acceptance(match_class, acceptance):
-                looked_up = replace(base, rows=rates.at_depth(min(depth, MAX_RUN), branching))
+            if looked_up_rates := looked_up_acceptance(match_class, acceptance):
+                rates = looked_up_rates.at_depth(min(depth, MAX_RUN), branching)
+                looked_up = replace(base, rates=rates)
         problems.append(MatchProblem(match_class.match_length, drafted, looked_up))
     return Recording(texts, problems) if texts else None
 
@@ -132,7 +133,7 @@ def _catch_up_seconds(trees: Sequence[TokenTree], times: StepTime) -> Floats:
     Returns float64 [MAX_UNREAD + 1, trees].
     """
     all_passes = [tree.num_drafted_levels for tree in trees]
-    seconds = {
+    seconds = {  # once for trees of as many passes: the replay asks for them again and again
         num_passes: [times.catch_up_seconds(n, num_passes) for n in range(MAX_UNREAD + 1)]
         for num_passes in set(all_passes)
     }
@@ -158,7 +159,7 @@ def _as_shares(counts: Floats) -> Floats:
 def figures_by_kind(
     profile: Profile, trees: tuple[TokenTree, ...], recording: Recording
 ) -> dict[str, Any]:
-    """What a plan promises over plain decoding by text and kind, and tokens a step by kind."""
+    """Fields of a plan: predicted speed-ups over plain decoding, and tokens a step, by kind."""
     text_speedups: dict[str, tuple[float, ...]] = {}
     tokens_by_kind: dict[str, float] = {}
     lengths = [problem.match_length for problem in recording.problems]
@@ -182,13 +183,13 @@ def figures_by_kind(
 
 
 def _for_kind(problem: MatchProblem, ratios: Floats) -> MatchProblem:
-    """The problem with a kind's drafted children; looked-up tokens come from its texts."""
-    drafted = replace(problem.drafted, rows=rounded(scaled(problem.drafted.rows, ratios)))
+    """A problem with the rates of drafted children times `ratios`, float64 [ranks], of a kind."""
+    drafted = replace(problem.drafted, rates=rounded(scaled(problem.drafted.rates, ratios)))
     looked_up = problem.looked_up
     if looked_up is not None:
-        rows = looked_up.rows.copy()
-        rows[:, 1] = scaled(rows[:, 1], ratios)
-        left = 1 - rows[:, 0, :1]  # of a node on the spine, after its looked-up child
-        rows[:, 0, 1:] = scaled(rows[:, 0, 1:] / np.maximum(left, 1e-300), ratios) * left
-        looked_up = replace(looked_up, rows=rounded(rows))
+        rates = looked_up.rates.copy()
+        rates[:, 1] = scaled(rates[:, 1], ratios)
+        left = 1 - rates[:, 0, :1]  # of a node on the spine, after its looked-up child
+        rates[:, 0, 1:] = scaled(rates[:, 0, 1:] / np.maximum(left, 1e-300), ratios) * left
+        looked_up = replace(looked_up, rates=rounded(rates))
     return MatchProblem(problem.match_length, drafted, looked_up)

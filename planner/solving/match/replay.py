@@ -1,4 +1,4 @@
-"""How often each class of match comes up: recorded texts, decoded again on paper.
+"""How often each match class comes up: recorded texts, decoded again on paper.
 
 Before each step, the match is the longest suffix of the committed tokens that occurs earlier in
 them. Its length decides the class of the step, and the class decides the tree. How far a step goes
@@ -29,7 +29,10 @@ MAX_RUN = 64
 class Replay(NamedTuple):
     """What decoding the recorded texts again comes to.
 
-    `shares` float64 [classes]; `transitions` float64 [classes, classes].
+    `shares` float64 [match classes]: the steps of each class as a share of all;
+    `transitions` float64 [match classes, match classes]: expected steps, by the class of the step
+    before and by their own; `visits_by_run` float64 [match classes, runs]: expected steps, by their
+    class and by how many of the next tokens are those of the lookup chain.
     """
 
     shares: Floats
@@ -41,28 +44,29 @@ class Replay(NamedTuple):
 class RecordedText(NamedTuple):
     """A text of a profile, position by position.
 
-    `classes` int64 [positions]; `runs` int64 [positions].
+    `match_classes` int64 [positions]: the class of the match there; `runs` int64 [positions]: how
+    many of the next tokens are those of the lookup chain, `MAX_RUN` at most.
     """
 
-    classes: Ints
+    match_classes: Ints
     runs: Ints
 
 
 def recorded_texts(texts: Iterable[str], match_lengths: Sequence[int]) -> list[RecordedText]:
-    """The texts that are not empty, as `LookupCounts` records them, with classes of match."""
+    """The texts that are not empty; `texts` are records of `LookupCounts.texts`."""
     recorded = []
     for positions in map(list, map(read_positions, texts)):
         if positions:
-            classes = [class_of(position.match_length, match_lengths) for position in positions]
-            runs = [min(position.run, MAX_RUN) for position in positions]
-            recorded.append(RecordedText(np.array(classes), np.array(runs)))
+            match_classes = [class_of(pos.match_length, match_lengths) for pos in positions]
+            runs = [min(pos.run, MAX_RUN) for pos in positions]
+            recorded.append(RecordedText(np.array(match_classes), np.array(runs)))
     return recorded
 
 
 def replay(
-    texts: Sequence[RecordedText], trees: Sequence[TokenTree], rows: Sequence[Floats]
+    texts: Sequence[RecordedText], trees: Sequence[TokenTree], rates: Sequence[Floats]
 ) -> Replay:
-    """Decode recorded texts again with one tree for each class of match.
+    """Decode recorded texts again with one tree for each match class.
 
         for each position of a text, from the first on:
             the match there decides the tree
@@ -74,60 +78,67 @@ def replay(
     Args:
         texts: the texts, at least one.
         trees: the tree of each class.
-        rows: the acceptance of each class and its tree, float64 [levels, classes, ranks].
+        rates: the acceptance of each class and its tree, float64 [levels, node classes, ranks].
     """
-    tables = list(map(advance_table, trees, rows))
-    advances = np.zeros((len(trees), MAX_RUN + 1, max(tree.depth for tree in trees)))
-    for table, of_class in zip(tables, advances, strict=True):
-        of_class[:, : table.shape[1]] = table[np.minimum(np.arange(MAX_RUN + 1), len(table) - 1)]
-    num_tokens, transitions = 0.0, np.zeros((len(trees) + 1, len(trees)))
-    visits_by_run = np.zeros((len(trees), MAX_RUN + 1))
-    for classes, runs in texts:
-        num_tokens += _replay_text(classes, runs, advances, transitions, visits_by_run)
+    num_classes, runs_of_table = len(trees), np.arange(MAX_RUN + 1)
+    step_lengths = np.zeros((num_classes, MAX_RUN + 1, max(tree.depth for tree in trees)))
+    for match_class, tree in enumerate(trees):
+        table = step_length_table(tree, rates[match_class])
+        # the last row of a table holds for all longer runs
+        table = table[np.minimum(runs_of_table, len(table) - 1)]
+        step_lengths[match_class, :, : tree.depth] = table
+    # the last row of transitions is of first steps, which have none before them
+    num_tokens, transitions = 0.0, np.zeros((num_classes + 1, num_classes))
+    visits_by_run = np.zeros((num_classes, MAX_RUN + 1))
+    for text in texts:
+        num_tokens += _replay_text(*text, step_lengths, transitions, visits_by_run)
     num_steps = float(transitions.sum())
     shares = transitions.sum(0) / num_steps
     return Replay(shares, num_tokens / num_steps, transitions[:-1], visits_by_run)
 
 
 @compiled
-def _replay_text(classes, runs, advances, transitions, visits_by_run):
+def _replay_text(match_classes, runs, step_lengths, transitions, visits_by_run):
     """Decode one text again, and return the expected tokens of all steps that count.
 
-    `classes` int64 [positions]; `runs` int64 [positions]; `advances` float64 [classes, runs,
-    lengths]; `transitions` float64 [classes + 1, classes]; `visits_by_run` float64 [classes, runs].
+    The steps are added to `transitions` float64 [match classes + 1, match classes] and
+    `visits_by_run` float64 [match classes, runs]. `match_classes`, `runs` as in `RecordedText`;
+    `step_lengths` float64 [match classes, runs, lengths]: the probability that a step is 1, 2, ...
+    tokens long.
     """
-    num_positions = len(classes)
-    num_classes, _, longest = advances.shape
-    # probability that a step begins at each position, by the class of the step before it
+    num_positions = len(match_classes)
+    num_classes, _, longest = step_lengths.shape
+    # [position, class of the step before]: the probability that a step begins at the position
     begins = np.zeros((num_positions + longest, num_classes + 1))
     begins[0, num_classes] = 1.0
     num_tokens = 0.0
     for position in range(num_positions - min(longest, num_positions // 2)):
-        step_class = classes[position]
+        step_class = match_classes[position]
         probability = 0.0
         for last_class in range(num_classes + 1):
             probability += begins[position, last_class]
             transitions[last_class, step_class] += begins[position, last_class]
         visits_by_run[step_class, runs[position]] += probability
         for length in range(1, longest + 1):
-            p = probability * advances[step_class, runs[position], length - 1]
+            p = probability * step_lengths[step_class, runs[position], length - 1]
             begins[position + length, step_class] += p
             num_tokens += p * length
     return num_tokens
 
 
-def advance_table(tree: TokenTree, rows: Floats) -> Floats:
+def step_length_table(tree: TokenTree, rates: Floats) -> Floats:
     """The probability that a step is 1, 2, ... tokens long, float64 [runs, depth].
 
     Row r is for positions at which the next r tokens are those of the lookup chain, and the last
-    row also for more. A tree that does not look up has one row. `rows` float64 [levels, classes,
-    ranks], the acceptance.
+    row also for more. A tree that does not look up has one row. `rates` float64 [levels, node
+    classes, ranks], the acceptance.
     """
-    probabilities = np.append(1.0, child_probabilities(tree, rows))
+    probabilities = np.append(1.0, child_probabilities(tree, rates))
     reached = probabilities[None].copy()
     if tree.looks_up:
         spine, siblings = tree.classes == 0, (tree.classes == 1) & (tree.classes[tree.parents] == 0)
-        # In each row, the looked-up tokens of the run are accepted, and the next one is rejected.
+        # In row r, the first r tokens of the spine are accepted for certain, and the next one is
+        # rejected. So its siblings have their probabilities given that, and no others have a use.
         runs = np.arange(spine.sum())[:, None]
         rejected = 1 - np.append(probabilities[spine][1:], 1.0)
         levels = tree.position_ids[siblings] - 1

@@ -3,7 +3,7 @@
 A box (relaxation.py) limits how many nodes a tree has and how many of them have children on each
 level. A box is closed when its bound says that none of its trees is faster than the best tree so
 far. A box that stays open is split at the resource whose cost differs most from what its price
-pays. Once each draft pass in a box has a single cost, and if no row of p increases and the rows
+pays. Once each draft pass in a box has a single cost, and if no row of p increases and the rates
 favour the spine, best-first search within the box's widths finds its best tree of every size, and
 the box is closed as well.
 """
@@ -50,7 +50,7 @@ def find_fastest(search, speed, max_work):
     """
     costs, num_nodes = search.costs, len(search.nodes.values)
     # Level 0, the root's, has no limit of its own: resource 0 is the nodes of the tree.
-    num_resources = len(search.rows)
+    num_resources = len(search.rates)
     max_boxes = min(MAX_BOXES, 2 + 4_000_000 // num_resources)
     low = np.zeros((max_boxes, num_resources), np.int64)
     high = np.zeros((max_boxes, num_resources), np.int64)
@@ -87,13 +87,13 @@ def find_fastest(search, speed, max_work):
         if tokens / relaxed_seconds > speed:  # the tree behind the bound is a tree like any other
             speed = tokens / relaxed_seconds
             best_parents = tree.parents[: tree.use[0]].copy()
-        rate = goal * (1 - share)  # expected tokens that a second of work is charged
-        resource, cut = choose_cut(costs, box, prices[b], rate, tree, search.is_ordered)
+        second_price = goal * (1 - share)  # expected tokens that a second of work is charged
+        resource, cut = choose_cut(costs, box, prices[b], second_price, tree, search.is_ordered)
         is_settled = resource < 0
         parents, _, levels = most_valuable_nodes_within(
-            search.smoothed_rows, max_size, width_limits(costs, box, tree, is_settled)
+            search.smoothed_rates, max_size, width_limits(costs, box, tree, is_settled)
         )
-        prefix_speed, prefix_size = fastest_prefix(parents, levels, search.rows, costs)
+        prefix_speed, prefix_size = fastest_prefix(parents, levels, search.rates, costs)
         if prefix_speed > speed:
             speed, best_parents = prefix_speed, parents[:prefix_size].copy()
         if bound <= speed * (1 + TOLERANCE):
@@ -137,8 +137,8 @@ def bound_gain(search, box, prices, goal, share, steps, tree):
     """Bound the gain F - goal * step of the trees in a box, whatever limits their step.
 
     `share` of the step is charged as `min_step_seconds`, the rest as work: it is bisected while
-    that may lower the bound. Returns it, the expected tokens of `tree`, which is overwritten, and
-    the share. `prices` float64 [resources].
+    that may lower the bound. Returns the bound, the expected tokens of `tree`, and the share.
+    `tree` and `prices`, float64 [resources], are overwritten.
     """
     low, high, gain, tokens = 0.0, 1.0, 0.0, 0.0
     if work_seconds(search.costs, box.low) >= search.costs.min_step_seconds:
@@ -167,7 +167,7 @@ def speed_bound(costs, box, goal, gain):
 
 
 @compiled
-def choose_cut(costs, box, prices, rate, tree, is_ordered):
+def choose_cut(costs, box, prices, second_price, tree, is_ordered):
     """Choose the resource whose interval is split, and the last use of the lower part.
 
     It is the one whose term of the bound exceeds most, in tokens, the same term at the use of the
@@ -183,9 +183,9 @@ def choose_cut(costs, box, prices, rate, tree, is_ordered):
         if cut_of_resource >= 0:
             is_needed |= r > 0 or not is_ordered
             profitable_use = tree.profitable_use[r]
-            profit = prices[r] * profitable_use - rate * cost[profitable_use]
+            profit = prices[r] * profitable_use - second_price * cost[profitable_use]
             outside = abs(tree.use[r] - use)  # how far the tree is from the interval
-            gap = profit - prices[r] * use + rate * cost[use] + prices[r] * outside
+            gap = profit - prices[r] * use + second_price * cost[use] + prices[r] * outside
             if gap > max_gap:
                 max_gap, resource, cut = gap, r, cut_of_resource
     return (resource, cut) if is_needed else (-1, -1)
@@ -227,7 +227,10 @@ def split_box(low, high, prices, box, part, resource, cut):
 
 @compiled
 def width_limits(costs, box, tree, is_settled):
-    """Return the most nodes with children on each level for the best-first search in a box."""
+    """Return the most nodes with children on each level for the best-first search in a box.
+
+    They are the box's own if it `is_settled`, else those of `tree`, up to the end of their stair.
+    """
     limits = box.high.copy()
     limits[0] = 1
     for level in range(1, len(limits)):

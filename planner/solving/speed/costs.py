@@ -34,7 +34,7 @@ def cost_tables(problem: SpeedProblem) -> Costs:
     if times.drafting.drafts_by_level:
         draft[1:] = times.draft_seconds(numbers[1:])
     widest = int(np.flatnonzero(np.isfinite(draft))[-1])  # beyond it nothing was measured: inf
-    first_pass = times.draft_seconds(times.drafting.first_pass_width(len(problem.rows) + 1))
+    first_pass = times.draft_seconds(times.drafting.first_pass_width(len(problem.rates) + 1))
     # The longer of two times, each with the same seconds added, is the longer one with these added.
     return Costs(
         passes + times.verification_seconds(numbers),
@@ -70,22 +70,22 @@ def cost_curve(costs, resource):
 
 
 @compiled
-def max_profit(costs, resource, price, rate, low, high):
-    """Return the largest price * n - rate * cost[n] over low <= n <= high, and its n.
+def max_profit(costs, resource, price, second_price, low, high):
+    """Return the largest price * n - second_price * cost[n] over low <= n <= high, and its n.
 
-    n is the use of the resource; `price` is in tokens for each unit of use, and `rate` in tokens a
-    second. Between two stair ends the cost is a straight line, so only the ends of lines are tried.
+    n is the use of the resource; `price` is in tokens for each unit of use, and `second_price` in
+    tokens a second. Between two stair ends the cost is a straight line, so only its ends are tried.
     """
     cost, stair_ends = cost_curve(costs, resource)
-    profit, best_n = price * low - rate * cost[low], low
+    profit, best_n = price * low - second_price * cost[low], low
     start = 1
     for end in stair_ends:
         if start > high:
             break
         if end >= low:
             for n in (max(start, low), min(end, high)):
-                if price * n - rate * cost[n] > profit:
-                    profit, best_n = price * n - rate * cost[n], n
+                if price * n - second_price * cost[n] > profit:
+                    profit, best_n = price * n - second_price * cost[n], n
         start = end + 1
     return profit, best_n
 
@@ -107,23 +107,23 @@ def work_seconds(costs, use):
 
 
 @compiled
-def fastest_prefix(parents, levels, rows, costs):
+def fastest_prefix(parents, levels, rates, costs):
     """Find the fastest of the trees that the first 2, 3, ... nodes of a tree form.
 
-    Returns its speed in tokens a second and its size. `parents`, `levels` int64 [size]; `rows`
-    float64 [levels, classes, ranks]: how often a child is accepted, by its parent's class.
+    Returns its speed in tokens a second and its size. `parents`, `levels` int64 [size]; `rates`
+    float64 [levels, node classes, ranks]: how often a child is accepted, by its parent's class.
     """
     size = len(parents)
     values, classes = np.ones(size), np.zeros(size, np.int64)
-    num_children, widths = np.zeros(size, np.int64), np.zeros(len(rows), np.int64)
+    num_children, widths = np.zeros(size, np.int64), np.zeros(len(rates), np.int64)
     tokens, draft_seconds = 1.0 + costs.other_tokens, 0.0
     max_speed, best_size = 0.0, 1
     for node in range(1, size):
         parent, parent_level = parents[node], levels[node] - 1
         rank = num_children[parent]
-        values[node] = values[parent] * rows[parent_level, classes[parent], rank]
+        values[node] = values[parent] * rates[parent_level, classes[parent], rank]
         # a first child stays on the spine if its parent is on it
-        classes[node] = classes[parent] if rank == 0 else rows.shape[1] - 1
+        classes[node] = classes[parent] if rank == 0 else rates.shape[1] - 1
         tokens += values[node]
         num_children[parent] += 1
         if rank == 0 and parent_level > 0:

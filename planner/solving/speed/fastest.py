@@ -21,7 +21,7 @@ CANDIDATES_PER_NODE = 4
 Its bound covers all others by the largest of their values.
 """
 MAX_REBUILT_NODES = 20_000
-"""Nodes of trees of most expected tokens that may be rebuilt, where rows increase."""
+"""Nodes of trees of most expected tokens that may be rebuilt, where rates increase."""
 
 Evaluate = Callable[[TokenTree], FastestTree]
 """Gives the tree that a tree of the search stands for, with its speed."""
@@ -30,19 +30,19 @@ by_speed = attrgetter("speed")
 
 
 def fastest_tree(problem: SpeedProblem, start: FastestTree | None = None) -> FastestTree:
-    """Find the fastest tree of at most `budget` nodes and len(rows) + 1 levels.
+    """Find the fastest tree of at most `budget` nodes and len(rates) + 1 levels.
 
         best = no speculation
         for each depth whose first draft pass (and catching up) has a time of its own:
             best = max(best, branch and bound over all trees of at most this depth)
-            if rows increase: best = max(best, the trees of most tokens of each size and depth)
+            if rates increase: best = max(best, the trees of most tokens of each size and depth)
         the bound is the largest bound of these searches
 
-    If the rows are ordered (`SpeedProblem.is_ordered`), the search ends with a proof unless it
-    reaches its limit of work. If rows increase, its best-first searches order nodes by the closest
-    rows that do not increase, while values and bounds are those of the rows themselves. The search
-    may then end without a proof, and the trees of most tokens (the exact optimum of each size and
-    depth) are tried as well.
+    If the rates are ordered (`SpeedProblem.is_ordered`), the search ends with a proof unless it
+    reaches its limit of work. If rates increase with rank, its best-first searches order nodes by
+    the closest rates that do not, while values and bounds are those of the rates themselves. The
+    search may then end without a proof, and the trees of most tokens (the exact optimum of each
+    size and depth) are tried as well.
 
     Args:
         problem: acceptance, limits and step times.
@@ -76,17 +76,17 @@ def search(
 
     Returns the fastest tree, and the speed that none of these trees and `best` exceeds.
     """
-    start, rows, max_size = best, problem.rows, problem.max_size
+    start, rates, max_size = best, problem.rates, problem.max_size
     max_candidates = CANDIDATES_PER_NODE * max_size + 256
-    values = best_first.highest_values(rows, max_candidates)
+    values = best_first.highest_values(rates, max_candidates)
     # No node that is left out of the search has a larger value than `floor`.
     floor = 0.0 if values.size < max_candidates else float(values[-1])
     parents, bound = find_fastest(
         Search(
-            rows=rows,
-            smoothed_rows=rows if problem.is_non_increasing else best_first.isotonic(rows),
+            rates=rates,
+            smoothed_rates=rates if problem.is_non_increasing else best_first.isotonic(rates),
             is_ordered=problem.is_ordered,
-            nodes=candidate_nodes(rows, floor),
+            nodes=candidate_nodes(rates, floor),
             floor=floor,
             costs=cost_tables(problem),
         ),
@@ -110,22 +110,22 @@ def _try_trees_of_most_tokens(
     Returns the fastest tree, and the speed that neither `best` nor any other tree exceeds.
     `highest_tokens` float64, no tree of 1, 2, ... nodes has more.
     """
-    rows, ruled_out_above = problem.rows, best.speed
+    rates, ruled_out_above = problem.rates, best.speed
     # Only sizes and depths that these tokens do not rule out need a solver.
     is_possible = np.array(
         [
             problem.speed_bounds(highest_tokens, depth) > best.speed
-            for depth in range(1, len(rows) + 2)
+            for depth in range(1, len(rates) + 2)
         ]
     )
     if not is_possible.any():
         return best, best.speed
     max_levels, max_index = (int(indices.max()) for indices in np.nonzero(is_possible))
-    possible = Problem(rows[:max_levels], max_index + 1)
-    if not possible.is_non_increasing and possible.budget > max_rising_budget(possible.rows):
+    possible = Problem(rates[:max_levels], max_index + 1)
+    if not possible.is_non_increasing and possible.budget > max_rising_budget(possible.rates):
         return best, np.inf
     shapes, bounds = [], []
-    optima = pick_solver(possible).frontier(possible.rows, possible.budget)
+    optima = pick_solver(possible).frontier(possible.rates, possible.budget)
     for depth, tokens in enumerate(optima, 1):
         bounds.append(problem.speed_bounds(tokens, depth))
         shapes += [(depth, size) for size in range(1, len(tokens) + 1)]
@@ -136,5 +136,5 @@ def _try_trees_of_most_tokens(
         nodes_left -= size
         if all_bounds[i] <= best.speed or nodes_left < 0:  # the bound holds for those left out
             break
-        best = max(best, evaluate(best_tree(Problem(rows[: depth - 1], size))), key=by_speed)
+        best = max(best, evaluate(best_tree(Problem(rates[: depth - 1], size))), key=by_speed)
     return best, max(ruled_out_above, float(all_bounds.max()))

@@ -2,14 +2,14 @@
 
 A tree uses resources. Resource 0 is its nodes. Resource l = 1, 2, ... is its nodes on level l that
 have children, which set the width of that level's draft pass. Each resource has a cost in seconds
-that never decreases with its use. A box limits the use of each resource to an interval. At a rate
-of `rate` tokens a second, and for any prices x >= 0, in tokens for a unit of each resource, every
+that never decreases with its use. A box limits the use of each resource to an interval. With a
+`goal` in tokens a second, and for any prices x >= 0, in tokens for a unit of each resource, every
 tree T in the box satisfies
 
-    F(T) - rate * step(T)
+    F(T) - goal * step(T)
         =   sum over nodes of (value - x[0]) - sum over nodes with children of x[level]
-          + sum over resources r of (x[r] * use[r] - rate * cost[r][use[r]])
-          - rate * constant
+          + sum over resources r of (x[r] * use[r] - goal * cost[r][use[r]])
+          - goal * constant
 
 A recursion from the leaves up finds the tree that maximises the first line, whatever p is. Each
 term of the second line is maximised over its interval. The sum of these maxima is the bound
@@ -18,7 +18,7 @@ term of the second line is maximised over its interval. The sum of these maxima 
 A step takes at least `min_step_seconds`, and the time of the tree's own work if that is longer. The
 longer of two times is no sum over the tree, but it is at least
 share * min_step_seconds + (1 - share) * work for every share from 0 to 1. The work is then charged
-at the rate (1 - share) * rate.
+at `second_price` = (1 - share) * goal tokens a second.
 """
 
 from typing import NamedTuple
@@ -45,13 +45,14 @@ class CandidateNodes(NamedTuple):
 class Search(NamedTuple):
     """What a search is given.
 
-    `rows` float64 [levels, classes, ranks], the acceptance; `smoothed_rows`, the closest ones that
-    never increase with rank; `nodes`, all nodes of a value above `floor`; `is_ordered`, as of a
-    `SpeedProblem`: best-first search within limits of width then finds the best tree of every size.
+    `rates` float64 [levels, node classes, ranks], the acceptance; `smoothed_rates`, the closest
+    ones that never increase with rank; `nodes`, all nodes of a value above `floor`; `is_ordered`,
+    as of a `SpeedProblem`: best-first search within limits of width then finds the best tree of
+    every size.
     """
 
-    rows: Floats
-    smoothed_rows: Floats
+    rates: Floats
+    smoothed_rates: Floats
     is_ordered: bool
     nodes: CandidateNodes
     floor: float
@@ -106,13 +107,13 @@ def choose_children(search, box, prices):
 
 
 @compiled
-def relax(search, box, prices, rate, share, tree):
-    """Bound the gain F - rate * step of the trees in a box, for the given prices.
+def relax(search, box, prices, goal, share, tree):
+    """Bound the gain F - goal * step of the trees in a box, for the given prices.
 
     `prices` float64 [resources]; returns the bound, and the expected tokens of the tree behind it.
     """
     nodes, costs = search.nodes, search.costs
-    work_rate = rate * (1 - share)
+    second_price = goal * (1 - share)
     gain, num_children = choose_children(search, box, prices)
     tree.use[:] = 0
     tree.use[0], tree.parents[0] = 1, -1
@@ -131,17 +132,17 @@ def relax(search, box, prices, rate, share, tree):
         position += 1
     # 1 - prices[0]: the root's token and price
     bound = costs.other_tokens + 1.0 - prices[0] + gain
-    bound -= work_rate * costs.constant + rate * share * costs.min_step_seconds
+    bound -= second_price * costs.constant + goal * share * costs.min_step_seconds
     for r in range(len(prices)):
         profit, tree.profitable_use[r] = max_profit(
-            costs, r, prices[r], work_rate, box.low[r], box.high[r]
+            costs, r, prices[r], second_price, box.low[r], box.high[r]
         )
         bound += profit
     return bound, tokens
 
 
 @compiled
-def optimise_prices(search, box, prices, rate, share, steps, tree):
+def optimise_prices(search, box, prices, goal, share, steps, tree):
     """Move `prices`, in place, to where the bound of `relax` is smaller, and return what it does.
 
         repeat at most `steps` times:
@@ -156,7 +157,7 @@ def optimise_prices(search, box, prices, rate, share, steps, tree):
     trial = prices.copy()
     min_bound, step_fraction, idle_steps = np.inf, 1.0, 0
     for _ in range(steps):
-        bound, _ = relax(search, box, trial, rate, share, tree)
+        bound, _ = relax(search, box, trial, goal, share, tree)
         idle_steps += 1
         squared_norm = 0.0
         for r in range(len(trial)):
@@ -172,22 +173,22 @@ def optimise_prices(search, box, prices, rate, share, steps, tree):
             difference = tree.profitable_use[r] - tree.use[r]
             least = search.floor if r == 0 else 0.0
             trial[r] = max(least, trial[r] - step_fraction * bound / squared_norm * difference)
-    return relax(search, box, prices, rate, share, tree)
+    return relax(search, box, prices, goal, share, tree)
 
 
-def candidate_nodes(rows: Floats, floor: float) -> CandidateNodes:
+def candidate_nodes(rates: Floats, floor: float) -> CandidateNodes:
     """List every node of a value above `floor`, and its earlier siblings.
 
-    `rows` float64 [levels, classes, ranks].
+    `rates` float64 [levels, node classes, ranks].
     """
     values, counts, has_spine = [np.ones(1)], [], True
-    for level_rows in rows:
-        child_values = values[-1][:, None] * level_rows[-1]
+    for level_rates in rates:
+        child_values = values[-1][:, None] * level_rates[-1]
         if has_spine:
-            child_values[0] = level_rows[0] * values[-1][0]
-        last_ranks = np.where(child_values > floor, np.arange(1, rows.shape[2] + 1), 0)
+            child_values[0] = level_rates[0] * values[-1][0]
+        last_ranks = np.where(child_values > floor, np.arange(1, rates.shape[2] + 1), 0)
         counts.append(last_ranks.max(axis=1))
-        is_listed = np.arange(rows.shape[2]) < counts[-1][:, None]
+        is_listed = np.arange(rates.shape[2]) < counts[-1][:, None]
         if not is_listed.any():
             break
         has_spine &= bool(is_listed[0, 0])

@@ -2,7 +2,7 @@
 
 The value of a node is then at most that of its predecessor (its left sibling, else its parent). So
 the first n nodes in order of value always form a tree, and no other n nodes have a larger sum. One
-heap pop a node gives the best trees of all sizes, each contained in the next. This holds for rows
+heap pop a node gives the best trees of all sizes, each contained in the next. This holds for rates
 by class as well, because siblings have a parent, and so a row, in common.
 """
 
@@ -16,75 +16,76 @@ from sequoia_plan.planner.solving.compiled import compiled
 NAME = "best-first"
 
 
-def is_non_increasing(rows: Floats) -> bool:
+def is_non_increasing(rates: Floats) -> bool:
     """Return whether p never increases with rank, so that best-first search is exact.
 
-    Level 0 holds the root alone, so its row for nodes off the spine is ignored. `rows` float64
-    [levels, classes, ranks].
+    Level 0 holds the root alone, so its row for nodes off the spine is ignored. `rates` float64
+    [levels, node classes, ranks].
     """
-    increases = np.diff(rows, axis=2) > 0
+    increases = np.diff(rates, axis=2) > 0
     return not (increases[:, 0].any() or increases[1:, -1].any())
 
 
-def favours_spine(rows: Floats) -> bool:
+def favours_spine(rates: Floats) -> bool:
     """Return whether parents on the spine have the likeliest first b children, for every b.
 
-    The sums p[1] + ... + p[b] are compared, on every level below the root's. `rows` float64
-    [levels, classes, ranks].
+    The sums p[1] + ... + p[b] are compared, on every level below the root's. `rates` float64
+    [levels, node classes, ranks].
     """
-    cumulative = rows.cumsum(axis=2)
+    cumulative = rates.cumsum(axis=2)
     return bool((cumulative[1:, 0] >= cumulative[1:, -1]).all())
 
 
-def highest_values(rows: Floats, count: int) -> Floats:
+def highest_values(rates: Floats, count: int) -> Floats:
     """The highest values that nodes can have, whether or not these nodes form a tree.
 
     Which rank has which probability changes no value below it, except for the first child of a node
     on the spine, whose class differs from its siblings'. So each row is sorted but for that child.
-    `rows` float64 [levels, classes, ranks]; returns float64, up to `count`, in descending order.
+    `rates` float64 [levels, node classes, ranks]; returns float64 [at most `count`], descending.
     """
-    sorted_rows = -np.sort(-rows, axis=2)
-    if rows.shape[1] > 1:
-        sorted_rows[:, 0, :1] = rows[:, 0, :1]
-        sorted_rows[:, 0, 1:] = -np.sort(-rows[:, 0, 1:], axis=1)
-    return most_valuable_nodes(sorted_rows, count)[1]
+    sorted_rates = -np.sort(-rates, axis=2)
+    if rates.shape[1] > 1:
+        sorted_rates[:, 0, :1] = rates[:, 0, :1]
+        sorted_rates[:, 0, 1:] = -np.sort(-rates[:, 0, 1:], axis=1)
+    return most_valuable_nodes(sorted_rates, count)[1]
 
 
-def most_tokens(rows: Floats, size: int) -> Floats:
+def most_tokens(rates: Floats, size: int) -> Floats:
     """Compute the expected tokens of the best tree of 1, 2, ... nodes.
 
-    `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
+    `rates` float64 [levels, node classes, ranks]; returns float64 [sizes], up to `size` or the
+    largest tree.
     """
-    return np.cumsum(most_valuable_nodes(rows, size)[1])
+    return np.cumsum(most_valuable_nodes(rates, size)[1])
 
 
-def frontier(rows: Floats, size: int) -> list[Floats]:
+def frontier(rates: Floats, size: int) -> list[Floats]:
     """Compute `most_tokens` for each depth limit 1, 2, ..., levels + 1.
 
-    `rows` float64 [levels, classes, ranks].
+    `rates` float64 [levels, node classes, ranks].
     """
-    return [most_tokens(rows[:num_levels], size) for num_levels in range(len(rows) + 1)]
+    return [most_tokens(rates[:num_levels], size) for num_levels in range(len(rates) + 1)]
 
 
-def parents(rows: Floats, size: int) -> Ints:
+def parents(rates: Floats, size: int) -> Ints:
     """Find the best tree of exactly `size` nodes, in the order in which it grows.
 
-    `rows` float64 [levels, classes, ranks]; returns int64 [size].
+    `rates` float64 [levels, node classes, ranks]; returns int64 [size].
     """
-    return most_valuable_nodes(rows, size)[0]
+    return most_valuable_nodes(rates, size)[0]
 
 
-def most_valuable_nodes(rows: Floats, size: int) -> tuple[Ints, Floats, Ints]:
-    """Take the most valuable nodes, limited by the levels and ranks of `rows` alone.
+def most_valuable_nodes(rates: Floats, size: int) -> tuple[Ints, Floats, Ints]:
+    """Take the most valuable nodes, limited by the levels and ranks of `rates` alone.
 
-    `rows` float64 [levels, classes, ranks]; returns parents, values and levels, each [size].
+    `rates` float64 [levels, node classes, ranks]; returns parents, values and levels, each [size].
     """
-    no_limits = np.full(len(rows), size)
-    return most_valuable_nodes_within(np.ascontiguousarray(rows), size, no_limits)
+    no_limits = np.full(len(rates), size)
+    return most_valuable_nodes_within(np.ascontiguousarray(rates), size, no_limits)
 
 
 @compiled
-def most_valuable_nodes_within(rows, size, max_parents):
+def most_valuable_nodes_within(rates, size, max_parents):
     """Take the most valuable nodes, one after the other, with so many parents a level at most.
 
         repeat `size` times, starting with the root on the heap:
@@ -92,9 +93,10 @@ def most_valuable_nodes_within(rows, size, max_parents):
             push its first child and its next sibling
 
     Of equally valuable nodes, the one on the spine is taken first: its subtree is worth more.
-    `rows` float64 [levels, classes, ranks], class 0 on the spine; `max_parents` int64 [levels].
+    `rates` float64 [levels, node classes, ranks], class 0 on the spine; `max_parents` int64
+    [levels]. Returns parents int64, values float64 and levels int64, all [nodes taken].
     """
-    num_levels, classes, ranks = rows.shape
+    num_levels, classes, ranks = rates.shape
     parents, values, levels = np.empty(size, np.int64), np.empty(size), np.zeros(size, np.int64)
     node_classes = np.full(size, classes - 1)
     num_parents = np.zeros(num_levels, np.int64)
@@ -108,16 +110,16 @@ def most_valuable_nodes_within(rows, size, max_parents):
     while True:
         # The siblings of a node on the spine are pushed by its parent.
         if node != spine_end and rank + 1 < ranks:
-            value = values[parent] * rows[levels[parent], node_classes[parent], rank + 1]
+            value = values[parent] * rates[levels[parent], node_classes[parent], rank + 1]
             heappush(heap, (-value, parent * ranks + rank + 1))
         level = levels[node]
         if level < num_levels and num_parents[level] < max_parents[level]:
             num_parents[level] += 1
             first_pushed = 0
             if node == spine_end:
-                next_spine_value, first_pushed = values[node] * rows[level, 0, 0], 1
+                next_spine_value, first_pushed = values[node] * rates[level, 0, 0], 1
             if first_pushed < ranks:
-                value = values[node] * rows[level, node_classes[node], first_pushed]
+                value = values[node] * rates[level, node_classes[node], first_pushed]
                 heappush(heap, (-value, node * ranks + first_pushed))
         node += 1
         if node == size:
@@ -135,18 +137,19 @@ def most_valuable_nodes_within(rows, size, max_parents):
     return parents[:node], values[:node], levels[:node]
 
 
-def isotonic(rows: Floats) -> Floats:
-    """Return the probabilities closest to `rows` in least squares that never increase with rank.
+def isotonic(rates: Floats) -> Floats:
+    """Return the probabilities closest to `rates` in least squares that never increase with rank.
 
-    Adjacent ranks that increase are replaced by their mean until none do. `rows` float64
+    Adjacent ranks that increase are replaced by their mean until none do. `rates` float64
     [..., ranks].
     """
-    smoothed = [_isotonic_row(row) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
-    return np.array(smoothed).reshape(rows.shape)
+    smoothed = [_isotonic_row(row) for row in rates.reshape(-1, rates.shape[-1]).tolist()]
+    return np.array(smoothed).reshape(rates.shape)
 
 
 def _isotonic_row(row: list[float]) -> Floats:
-    """Pool adjacent ranks of one row."""
+    """As `isotonic`, of one row: float64 [ranks]."""
+    # of each group of adjacent ranks that have one mean
     sums: list[float] = []
     counts: list[int] = []
     for p in row:

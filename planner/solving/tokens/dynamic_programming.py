@@ -1,15 +1,16 @@
 """The dynamic program, exact for any acceptance (Sequoia, arXiv 2402.12374, 3.1 and App. F.1).
 
     T[l][c][b][n] = most expected tokens of a subtree of n nodes
-                    whose root lies on level l, is of class c and has exactly b children
+                    whose root lies on level l, is of node class c and has exactly b children
                   = max over m of T[l][c][b-1][n-m] + p[l][c][b] * best[l+1][c'][m]
     T[l][c][0][1] = 1
     best[l][c][n] = max over b of T[l][c][b][n]
 
-c' is the class of the child of rank b: on the spine if b is 1 and c is on the spine, else off the
-spine. Rows without classes have a single class. For each b the sizes that a subtree can have are an
-interval from b + 1 on. So T[l][c][b] is stored from that size on, and needs no value for sizes that
-no tree has. The time is O(N^2 B D) for N nodes, B ranks and D levels.
+p are the `rates`. c' is the node class of the child of rank b: on the spine if b is 1 and c is on
+the spine, else off the spine. Where classes are not told apart, there is one. For each b the sizes
+that a subtree can have are an interval from b + 1 on. So T[l][c][b] is stored from that size on,
+and needs no value for sizes that no tree has. The time is O(N^2 B D) for N nodes, B ranks and D
+levels.
 """
 
 from functools import partial
@@ -20,35 +21,36 @@ from sequoia_plan.artifacts.counts import Floats, Ints
 from sequoia_plan.planner.solving.compiled import compiled
 
 Solved = dict[tuple[bytes, bytes], tuple[Floats, Floats]]
-"""The rows of a level and best of the level below it -> best and T of the level."""
+"""The rates of a level and best of the level below it -> best and T of the level."""
 NAME = "dynamic program"
 
 
-def most_tokens(rows: Floats, size: int) -> Floats:
+def most_tokens(rates: Floats, size: int) -> Floats:
     """Compute the expected tokens of the best tree of 1, 2, ... nodes.
 
-    `rows` float64 [levels, classes, ranks]; returns float64, up to `size` or the largest tree.
+    `rates` float64 [levels, node classes, ranks]; returns float64 [sizes], up to `size` or the
+    largest tree.
     """
-    return _solve(rows, size, {})[0][0][0]
+    return _solve(rates, size, {})[0][0][0]
 
 
-def frontier(rows: Floats, size: int) -> list[Floats]:
+def frontier(rates: Floats, size: int) -> list[Floats]:
     """Compute `most_tokens` for each depth limit 1, 2, ..., levels + 1.
 
-    `rows` float64 [levels, classes, ranks].
+    `rates` float64 [levels, node classes, ranks].
     """
     solved: Solved = {}
-    limits = range(len(rows) + 1)
-    return [_solve(rows[:n], size, solved, keeps_tables=False)[0][0][0] for n in limits]
+    limits = range(len(rates) + 1)
+    return [_solve(rates[:n], size, solved, keeps_tables=False)[0][0][0] for n in limits]
 
 
-def parents(rows: Floats, size: int) -> Ints:
+def parents(rates: Floats, size: int) -> Ints:
     """Find the best tree of exactly `size` nodes, which must exist, numbered breadth-first.
 
-    `rows` float64 [levels, classes, ranks]; returns int64 [size].
+    `rates` float64 [levels, node classes, ranks]; returns int64 [size].
     """
-    levels = _solve(rows, size, {})
-    off_spine = rows.shape[1] - 1
+    levels = _solve(rates, size, {})
+    off_spine = rates.shape[1] - 1
     shares_of: dict[tuple[int, int, int], list[int]] = {}
     subtrees = [(0, 0, size)]  # level, class and nodes of the subtree of each node
     tree_parents = [-1]
@@ -57,7 +59,7 @@ def parents(rows: Floats, size: int) -> Ints:
         if nodes == 1:
             continue
         if subtree not in shares_of:
-            row, table = rows[level, node_class], levels[level][1][node_class]
+            row, table = rates[level, node_class], levels[level][1][node_class]
             shares_of[subtree] = _split(row, levels[level + 1][0][off_spine], table, nodes)
         for rank, share in enumerate(shares_of[subtree]):
             subtrees.append((level + 1, node_class if rank == 0 else off_spine, share))
@@ -66,10 +68,10 @@ def parents(rows: Floats, size: int) -> Ints:
 
 
 def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
-    """The nodes of each child's subtree in the best subtree of `nodes` nodes.
+    """How many nodes each child's subtree has in the best subtree of `nodes` nodes, in all.
 
-    `row` float64 [ranks]; `below` float64 [sizes], best of all children but the first; `table`
-    float64 [ranks + 1, sizes].
+    `row` float64 [ranks], p of the root; `below` float64 [sizes], best of a child off the spine;
+    `table` float64 [ranks + 1, sizes], T of the root's level and node class.
     """
     num_children = np.arange(1, min(len(table), nodes))
     rank = 1 + int(np.argmax(table[num_children, nodes - 1 - num_children]))
@@ -84,48 +86,49 @@ def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
 
 
 def _solve(
-    rows: Floats, size: int, solved: Solved, keeps_tables: bool = True
+    rates: Floats, size: int, solved: Solved, keeps_tables: bool = True
 ) -> list[tuple[Floats, Floats]]:
-    """Find best [classes, sizes] and T [classes, ranks + 1, sizes] of each level.
+    """Compute best and T of each level, as `_solve_level` returns them, the root's level first.
 
-    Levels with the same row and the same best below them have the same of both, so each is
-    `solved` once. `rows` float64 [levels, classes, ranks].
+    Levels with the same rates and the same best below them have the same of both, so these are
+    computed once and kept in `solved`. Without `keeps_tables` T, which is large, is empty.
     """
     # The last level first. Its nodes have no children: a subtree is one node.
-    levels = [(np.ones((rows.shape[1], 1)), np.empty(0))]
-    for level_rows in rows[::-1]:
+    levels = [(np.ones((rates.shape[1], 1)), np.empty(0))]
+    for level_rates in rates[::-1]:
         below = levels[-1][0]
-        key = level_rows.tobytes(), below.tobytes()
+        key = level_rates.tobytes(), below.tobytes()
         if key not in solved:
-            best, table = _solve_level(level_rows, below, size)
+            best, table = _solve_level(level_rates, below, size)
             solved[key] = best, table if keeps_tables else np.empty(0)
         levels.append(solved[key])
     return levels[::-1]
 
 
 @compiled
-def _solve_level(level_rows, below, size):
-    """Compute best and T of one level from best of the level below.
+def _solve_level(level_rates, below, size):
+    """Compute best and T of one level from best of the level below, for subtrees up to `size`.
 
-    `level_rows` float64 [classes, ranks]; `below` float64 [classes, sizes]; returns float64
-    [classes, sizes] and [classes, ranks + 1, sizes].
+    `level_rates` float64 [node classes, ranks]; `below` float64 [node classes, sizes]. Returns
+    best, float64 [node classes, sizes], and T, float64 [node classes, children + 1, sizes], whose
+    last index is 0 for the smallest size with so many children: T[c, b, i] is of b + 1 + i nodes.
     """
-    classes, ranks = level_rows.shape
+    num_classes, ranks = level_rates.shape
     max_children = min(ranks, size - 1)
     largest_child = below.shape[1]
-    best = np.zeros((classes, min(size, 1 + max_children * largest_child)))
-    table = np.full((classes, max_children + 1, size), -np.inf)
+    best = np.zeros((num_classes, min(size, 1 + max_children * largest_child)))
+    table = np.full((num_classes, max_children + 1, size), -np.inf)
     best[:, 0] = table[:, 0, 0] = 1.0
-    for node_class in range(classes):
-        num_sizes = 1  # of T[b - 1], from b nodes on
+    for node_class in range(num_classes):
+        num_sizes = 1  # sizes that a subtree of b - 1 children can have
         for b in range(1, max_children + 1):
             next_num_sizes = min(size - b, num_sizes + largest_child - 1)
-            child_class = node_class if b == 1 else classes - 1
+            child_class = node_class if b == 1 else num_classes - 1
             result = table[node_class, b, :next_num_sizes]
             fewer_children = table[node_class, b - 1, :num_sizes]
-            _convolve(fewer_children, below[child_class], level_rows[node_class, b - 1], result)
-            for k in range(next_num_sizes):  # an assignment of arrays takes seconds to compile
-                best[node_class, b + k] = max(best[node_class, b + k], result[k])
+            _convolve(fewer_children, below[child_class], level_rates[node_class, b - 1], result)
+            for i in range(next_num_sizes):  # an assignment of arrays takes seconds to compile
+                best[node_class, b + i] = max(best[node_class, b + i], result[i])
             num_sizes = next_num_sizes
     return best, table
 

@@ -37,33 +37,33 @@ def frontier(
     """
     check_limits(budget, depth, branching)
     problem = Problem(Acceptance.given(acceptance).at_depth(depth, branching), budget)
-    return pick_solver(problem).frontier(problem.rows, budget)
+    return pick_solver(problem).frontier(problem.rates, budget)
 
 
 def best_tree(problem: Problem) -> TokenTree:
     """Find the tree of exactly as many nodes as the budget with the most expected tokens."""
-    rows, size = problem.rows, problem.budget
+    rates, size = problem.rates, problem.budget
     solver = pick_solver(problem)
-    ranks = rows.shape[2]
-    largest_size = sum(ranks**level for level in range(len(rows) + 1))
+    ranks = rates.shape[2]
+    largest_size = sum(ranks**level for level in range(len(rates) + 1))
     if largest_size < size:
         raise ArgumentError(
-            f"no tree of {size} nodes has depth {len(rows) + 1} with {ranks} children a node, as "
+            f"no tree of {size} nodes has depth {len(rates) + 1} with {ranks} children a node, as "
             f"many as the acceptance has ranks and branching allows: the largest has "
             f"{largest_size}; lower the budget, or allow more"
         )
-    return TokenTree.from_parents(solver.parents(rows, size))
+    return TokenTree.from_parents(solver.parents(rates, size))
 
 
 def pick_solver(problem: Problem) -> ModuleType:
     """Return the module of the solver to use, `best_first` or `dynamic_programming`."""
     if problem.is_non_increasing:
         return best_first
-    limit = max_rising_budget(problem.rows)
+    limit = max_rising_budget(problem.rates)
     if problem.budget > limit:
         raise ArgumentError(
             f"budget: found {problem.budget}, expected at most {limit} where acceptance increases "
-            f"with rank (depth {len(problem.rows) + 1}, branching {problem.rows.shape[2]})"
+            f"with rank (depth {len(problem.rates) + 1}, branching {problem.rates.shape[2]})"
         )
     return dynamic_programming
 
@@ -74,18 +74,18 @@ def most_tokens(problem: Problem, size: int) -> float:
     if p never increases with rank: the sum of the highest values that so many nodes can have
     else: the optimum; of too many nodes to solve for, that sum as well, without a tree
     """
-    rows = problem.rows
-    if not problem.is_non_increasing and size <= max_rising_budget(rows):
-        return float(dynamic_programming.most_tokens(rows, size)[-1])
-    return math.fsum(best_first.highest_values(rows, size))
+    rates = problem.rates
+    if not problem.is_non_increasing and size <= max_rising_budget(rates):
+        return float(dynamic_programming.most_tokens(rates, size)[-1])
+    return math.fsum(best_first.highest_values(rates, size))
 
 
-def max_rising_budget(rows: Floats) -> int:
+def max_rising_budget(rates: Floats) -> int:
     """Return the largest size that is solved for where p increases with rank.
 
-    `rows` float64 [levels, classes, ranks].
+    `rates` float64 [levels, node classes, ranks].
     """
-    levels, classes, ranks = rows.shape
+    levels, classes, ranks = rates.shape
     return min(MAX_RISING_BUDGET, MAX_TABLE_NUMBERS // ((levels + 1) * classes * (ranks + 1)))
 
 
