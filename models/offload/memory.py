@@ -15,10 +15,8 @@ SLOTS = 3
 over as many resident layers, which take the same memory and are never read again."""
 KV_TOKENS = 2048
 """The budget includes KV caches of so many tokens, or of the model's context if that is shorter."""
-MAX_BYTES = 10**18
-"""More than any machine has."""
-SIZE = re.compile(r"(\d+\.?\d*) *([kmgt]?)(i?)b?")
-"""A number, and perhaps a unit."""
+MAX_BYTES = 10**18  # more than any machine has
+SIZE = re.compile(r"(\d+\.?\d*) *([kmgt]?)(i?)b?")  # a number, and perhaps a unit
 CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

@@ -22,8 +22,7 @@ from sequoia_plan.models.offload.weight_file import (
     write_weights,
 )
 
-MAX_NAME_BYTES = 100
-"""Of a model's name in that of its file; file systems take 255 in all."""
+MAX_NAME_BYTES = 100  # of a model's name in that of its file; file systems take 255 in all
 OTHER_FOLDER = "set SEQUOIA_PLAN_CACHE to another folder, which can be written"
 
 

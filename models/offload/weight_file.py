@@ -33,20 +33,16 @@ from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.files.stored import Source
 
-ALIGNMENT = 4096
-"""Offsets, sizes and addresses of reads are multiples of so many bytes."""
-TENSOR_ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes."""
+ALIGNMENT = 4096  # offsets, sizes and addresses of reads are multiples of so many bytes
+TENSOR_ALIGNMENT = 64  # tensors begin at multiples of so many bytes
 VERSION = 2
 MAX_INDEX_BYTES = 1 << 28
 INDEX_END = struct.Struct("<QI")
 """The end of the file: how long the index is in bytes, and its CRC-32."""
-CHUNK_BYTES = 4 << 20
-"""Bytes that a thread reads at once."""
+CHUNK_BYTES = 4 << 20  # bytes that a thread reads at once
 REMEDY = "delete it, and it will be made again"
 """Ends the messages about a file that cannot be used."""
-WRITERS = 2
-"""Threads that make blocks."""
+WRITERS = 2  # threads that make blocks
 
 
 class Place(Struct, frozen=True, omit_defaults=True):

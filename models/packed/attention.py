@@ -17,21 +17,17 @@ from sequoia_plan.models.packed.features import BYTE, LONG, WORD
 from sequoia_plan.models.packed.instructions import OWN
 from sequoia_plan.models.packed.vectors import FLOAT, FLOATS, LANES, WORDS, Emitter, emitted
 
-QUERIES = 6
-"""Queries that share each load of keys and values: rows of a pass, and heads of a group."""
+QUERIES = 6  # queries that share each load of keys and values: rows of a pass, and heads of a group
 BATCHES = 4
 """Batches of so many queries that take turns with each part of the slots, while it is in cache."""
 WIDTH = min(max(OWN.lanes, 8), LANES)
 """Numbers of a vector here: sums of `QUERIES` by `AT_ONCE` or `VALUE_VECTORS` are in registers."""
 AT_ONCE, VALUE_VECTORS, HALF_VALUE = 2, WIDTH // 4, WIDTH // 8
-BLOCK = 2 * LANES
-"""Slots of a block of keys."""
-PART = 16
-"""Blocks whose keys or values stay in the processor's cache while batches take turns."""
+BLOCK = 2 * LANES  # slots of a block of keys
+PART = 16  # blocks whose keys or values stay in the processor's cache while batches take turns
 WORD_BYTES, VECTOR_BYTES, TOTALS_BYTES = 4, 4 * WIDTH, 4 * LANES
 """Of a number, of a vector, and of what lies before the sums of a query."""
-VALUE_BYTES = VALUE_VECTORS * VECTOR_BYTES
-"""Of a value's sums that are in registers at once."""
+VALUE_BYTES = VALUE_VECTORS * VECTOR_BYTES  # of a value's sums that are in registers at once
 WORD_KINDS = {2: WORD, 4: FLOAT}
 """By the bytes of a number: a pair of bfloat16 numbers, or one of float32."""
 LOG2_E = 1.4426950408889634
@@ -46,16 +42,14 @@ HIDDEN, LOWEST = -3e38, -1e38
 
 @emitted(literals=1, counts=QUERIES)
 def compute_scores(
-    emit: Emitter, visible: Value, keys: Value, words: Value, first: Value, blocks: Value,
-    queries: Value, scores: Value, stride: Value, key_bytes: int, num_queries: int,
+    emit: Emitter,
+    visible: Value,  # address of int64 [queries]: the addresses of bool [slots]
+    keys: Value, words: Value,  # address of words [blocks, words of a key, slots of a block]
+    first: Value, blocks: Value,  # the first block of slots, and how many
+    queries: Value, scores: Value, stride: Value,  # addresses; the next query's: so many bytes on
+    key_bytes: int, num_queries: int,
 ) -> None:  # fmt: skip
-    """Write scores[query, slot] = queries[query] * keys[slot], or `HIDDEN` if not visible.
-
-    Slots are those of `blocks` from `first` on. `visible`: address of int64 [queries], the address
-    of each query's bool [slots]. `keys`: address of words [blocks, `words`, BLOCK]; a key and a
-    query have as many words. `queries`, `scores`: addresses of the first query's, `stride` bytes
-    before the next one's; scores are float32 [slots].
-    """
+    """Write scores[query, slot] = queries[query] * keys[slot], or `HIDDEN` if not visible."""
     emit, kind = Emitter(emit.builder, WIDTH), WORD_KINDS[key_bytes]
     builder, vector_kind = emit.builder, ir.VectorType(kind, WIDTH)
     seen = [emit.load(emit.at(visible, 8 * query), LONG) for query in range(num_queries)]
@@ -90,10 +84,7 @@ def compute_scores(
 
 
 def _emit_exp2(emit: Emitter, exponent: Value, degree: int = len(EXP2) - 1) -> Value:
-    """2 to the power of a vector of float32 numbers, 0 for those of -127 or less.
-
-    The fraction's power is a series of this degree; the integer becomes the result's exponent bits.
-    """
+    """2 to the power of float32 numbers, 0 if one is -127 or less, by a series of this degree."""
     builder = emit.builder
     exponent = emit.larger(exponent, emit.numbers(-127.0))
     rounding = emit.numbers(ROUNDING)
@@ -102,6 +93,7 @@ def _emit_exp2(emit: Emitter, exponent: Value, degree: int = len(EXP2) - 1) -> V
     power = emit.numbers(EXP2[degree])
     for coefficient in EXP2[degree - 1 :: -1]:
         power = emit.fma(power, fraction, emit.numbers(coefficient))
+    # the integer becomes the exponent of a float32
     bits = builder.shl(builder.bitcast(rounded, emit.word_vector), emit.words(23))
     scale = builder.bitcast(bits, emit.float_vector)
     return builder.fmul(power, scale)
@@ -109,10 +101,9 @@ def _emit_exp2(emit: Emitter, exponent: Value, degree: int = len(EXP2) - 1) -> V
 
 @emitted(literals=1)
 def compute_weights(emit: Emitter, scores: Value, blocks: Value, key_bytes: int) -> None:
-    """Replace one query's scores by weights: 2^(score - largest), not yet divided by their sum.
+    """Replace a query's scores, float32 in units of log 2, by 2^(score - largest) as the cache has.
 
-    `scores`: address of float32 [slots of `blocks`], in units of log 2. Weights take their place in
-    the dtype of the cache: pairs of bfloat16 lie swapped, as in words of values.
+    Pairs of bfloat16 lie swapped, as in words of values.
     """
     builder, vectors = emit.builder, BLOCK // LANES
     largest = emit.variables(vectors)
@@ -139,16 +130,13 @@ def compute_weights(emit: Emitter, scores: Value, blocks: Value, key_bytes: int)
 
 @emitted(literals=2, counts=QUERIES)
 def compute_weighted_sums(
-    emit: Emitter, weights: Value, values: Value, value_bytes: Value, words: Value, totals: Value,
-    sums: Value, stride: Value, key_bytes: int, vectors: int, num_queries: int,
+    emit: Emitter, weights: Value,  # address of the first query's: words of one or two slots
+    values: Value, value_bytes: Value, words: Value,  # address; bytes and count of words of slots
+    totals: Value, sums: Value,  # addresses: float32 [WIDTH], a lane for each query; [queries, n]
+    stride: Value,  # bytes from a query's weights or sums to those of the next one
+    key_bytes: int, vectors: int, num_queries: int,  # `vectors`: of a value that are read
 ) -> None:  # fmt: skip
-    """Add weights[query, slot] * values[slot] to sums[query], and weights to totals[query].
-
-    All but the last three are int64, addresses or counts. Slots come in words of `weights`, two
-    bfloat16 or one float32; the value of the next word lies `value_bytes` further on. `vectors` are
-    read of each value and added to float32 `sums`. `weights` and `sums` of the next query lie
-    `stride` bytes further on; `totals` is float32 [WIDTH], a lane for each query.
-    """
+    """Add weights[query, slot] * values[slot] to sums[query], and weights to totals[query]."""
     emit, kind = Emitter(emit.builder, WIDTH), WORD_KINDS[key_bytes]
     vector_kind = ir.VectorType(kind, WIDTH)
     one = ir.Constant(vector_kind, [1.0 if kind == FLOAT else 0x3F803F80] * WIDTH)
@@ -188,11 +176,10 @@ def gate(emit: Emitter, gate: Value, up: Value, results: Value) -> None:
 def attender(key_bytes: int) -> Any:
     """A compiled function: attention of up to `QUERIES * BATCHES` queries of one cached head.
 
-    All arguments are int64. Addresses are `visible`, of int64 [count] addresses of bool [slots];
-    `keys` and `values`, of the first of so many `blocks`; `rows`, of `count` rows of `stride`
-    bytes: 16 lanes and the sums of values, float32 [head_dim], both 0 before; the query, [head_dim]
-    words; and memory for scores. Afterwards, the sums are those of values times weights, and query
-    q's total of weights is in row q // QUERIES * QUERIES, lane q % QUERIES.
+    Addresses: `visible`, of int64 [count] addresses of bool [slots]; `keys`, `values`, of the first
+    of `blocks`; `rows`, of a row for each query, `stride` bytes each: 16 lanes and the sums of
+    values, float32 [head_dim], both 0 before; the query, [head_dim] words; memory for scores. Query
+    q's total of weights is then in row q // QUERIES * QUERIES, lane q % QUERIES.
     """
     per_word = WORD_BYTES // key_bytes
 

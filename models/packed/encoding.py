@@ -29,10 +29,9 @@ SMALLEST = 127 / 2.0**127
 
 @emitted(literals=2)
 def encode_group(emit: Emitter, source: Value, record: Value, encoding: int, factor: int) -> None:
-    """Store `GROUP` float32 numbers, at the address `source`, at `record` in an encoding.
+    """Store `GROUP` float32 numbers at an address: in floating point, or int8 by 16 with a scale.
 
-    In floating point they are stored as they are, or rounded. Else each 16 become int8 with a
-    float32 scale, and the words follow that `products.SCALES` to `COUNTS` name.
+    After the int8 numbers come the words that `products.SCALES` to `COUNTS` name.
     """
     builder, totals, number_bytes = emit.builder, [], NUMBER_BYTES[encoding]
     magnitude, words = emit.words(0x7FFFFFFF), emit.at(record, GROUP * number_bytes)
@@ -75,8 +74,8 @@ def encode_group(emit: Emitter, source: Value, record: Value, encoding: int, fac
 def encoder(encoding: int, factor: int) -> Any:
     """A compiled function that stores `count` rows of float32 as products read them.
 
-    `rows` and `encoded` are addresses. A chunk of rows has their first groups side by side, then
-    their second ones, and so on. The memory of a row must have zeros up to a multiple of `GROUP`.
+    A chunk of rows has their first groups side by side, then their second ones, and so on. The
+    memory of a row must have zeros up to a multiple of `GROUP`.
     """
     record_bytes = RECORD_BYTES[encoding]
 

@@ -27,8 +27,7 @@ CLASSES = {
     "qwen3": Qwen3ForCausalLM,
 }
 """By `model_type`."""
-BIASED = ("q_proj", "k_proj", "v_proj")
-"""A layer's matrices that may have a bias."""
+BIASED = ("q_proj", "k_proj", "v_proj")  # a layer's matrices that may have a bias
 UNUSED = ("training", "name_or_path", "gradient_checkpointing", "vocab_size", "padding_idx")
 """Settings of modules that a pass does not depend on."""
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OUTPUTS = 32
-"""Outputs of a tile."""
+OUTPUTS = 32  # outputs of a tile
 GROUP = 32
 """Inputs of a group: its weights lie side by side in a tile, and a row's numbers when encoded."""
 QUAD = 4

@@ -13,14 +13,12 @@ from sequoia_plan.models.packed.records import Record, compiled
 from sequoia_plan.models.packed.vectors import LANES, call
 from sequoia_plan.models.packed.workers import take, wait
 
-UNIT = OUTPUTS
-"""Workers share a matrix by tiles, so widths are rounded up to the outputs of one."""
+UNIT = OUTPUTS  # workers share a matrix by tiles, so widths are rounded up to the outputs of one
 FIRST: Any = np.int64(0)
 """The first layer, row or node, for numba an integer as any: literals are compiled apart."""
 ENCODE, MULTIPLY, TILES, NUM_TILES, TILE_BYTES, STEPS, INPUTS, ROW_BYTES = range(8)
 """The columns of a matrix's description: addresses, sizes in bytes, and counts."""
-QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
-"""A layer's matrices."""
+QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)  # a layer's matrices
 
 
 class Model(Record):
@@ -51,10 +49,7 @@ class Reader(Record):
 
 @compiled
 def encode(matrix, num_rows, rows, encoded):
-    """Store `rows` (float32 [rows, inputs]) in `encoded` (uint8) as products by `matrix` read them.
-
-    `matrix` int64 [columns above].
-    """
+    """Store float32 [rows, inputs] in `encoded` (uint8) as products by `matrix` read them."""
     call(
         matrix[ENCODE],
         (rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS], encoded.ctypes.data,
@@ -100,9 +95,9 @@ def rotate(row, cosines, sines, factor):
 
 @compiled
 def project_heads(reader, layer, rows, normed, encoded, counter, workers):
-    """Compute queries, keys and values of `normed` rows, head by head as this worker takes them.
+    """Write queries of `normed` rows to `reader.heads`, keys and values to the cache.
 
-    Queries are then in `reader.heads`, keys and values in the cache.
+    A worker computes the heads that it takes.
     """
     encoder, num_heads = np.int64(0), reader.heads.shape[1]
     first, end = take(counter, workers, num_heads)
@@ -113,10 +108,10 @@ def project_heads(reader, layer, rows, normed, encoded, counter, workers):
 
 @compiled
 def project_some(reader, layer, rows, normed, encoded, encoder, first_head, end_head):
-    """Compute the heads from one to another, of all in this order: queries, keys, values.
+    """Compute heads from one to another: those of queries come first, then keys and values.
 
-    `encoder`: the address of the encoder that wrote `encoded`, 0 if none did. Returned is that of
-    the last matrix: rows are encoded again only for a matrix in another format.
+    Returns the encoder (its address, 0 for none) that wrote `encoded`, as the argument is: rows are
+    encoded again only for a matrix in another format.
     """
     model, keys, values = reader.model, reader.keys, reader.values
     num_heads, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
@@ -175,11 +170,10 @@ def add(row, added):
 def forward(
     worker, workers, counter, rounds, reader, rows, start, kept, first_layer, end_layer
 ):  # fmt: skip
-    """One worker's share of a pass over some layers; `counter` and `rounds` are those of `wait`.
+    """One worker's share of a pass over some layers; `counter`, `rounds`: see `wait`.
 
-    Layer numbers after the last are parts of the head. These write the logits of the last `kept`
-    rows to `reader.logits`, from row `start` on. Every worker computes norms and sums of all rows
-    in memory of its own, which is faster than waiting for others. Returns the next round.
+    Numbers after the last layer's are those of the head's parts. The last `kept` rows' logits go to
+    `reader.logits` from row `start` on. All workers compute all norms. Returns the rounds after it.
     """
     model, epsilon = reader.model, reader.model.epsilon
     x, normed, encoded = reader.x[worker], reader.normed[worker], reader.encoded[worker]
@@ -256,10 +250,7 @@ def gate_all(reader, matrices, num_rows, rows, encoded, counter, workers):
 
 @compiled
 def compute_logits(reader, part, rows, start, worker, counter, workers):
-    """Write a head part's logits of normed rows to `reader.logits`, from row `start` on.
-
-    This worker computes the tiles that it takes, and notes the largest of these logits by row.
-    """
+    """Write logits of normed rows, by a part of the head, and note the largest (see `Reader`)."""
     head, encoded, num_rows = reader.model.head, reader.encoded[worker], rows.shape[0]
     matrix, column = head[part], part * head[0, NUM_TILES] * UNIT
     encode(matrix, num_rows, rows, encoded)

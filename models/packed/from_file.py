@@ -37,8 +37,7 @@ from sequoia_plan.models.packed.weights import (
     layout_of,
 )
 
-READERS = 8
-"""Threads that read embeddings."""
+READERS = 8  # threads that read embeddings
 
 
 class PackedFile(PackedBackend):

@@ -17,8 +17,7 @@ from sequoia_plan.models.packed.backend import PackedBackend
 from sequoia_plan.models.packed.families import why_not_module
 from sequoia_plan.models.packed.weights import Storage, packed_in_memory
 
-TRIED_TOKENS = 8
-"""Tokens of the text that both passes read when a model is packed."""
+TRIED_TOKENS = 8  # tokens of the text that both passes read when a model is packed
 MAX_ERROR = {"F32": 1e-4, "F16": 2e-2, "BF16": 0.2}
 """How far logits may be from PyTorch's, relative, by the format of the weights."""
 MAX_ROUNDED_ERROR = 0.8

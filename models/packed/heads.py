@@ -10,11 +10,7 @@ from sequoia_plan.models.packed.workers import take
 
 @compiled
 def put(numbers, halves):
-    """Store float32 numbers in the cache's dtype.
-
-    `numbers` uint32 [n], their bits; `halves` uint16: [n, 1] for bfloat16 (rounded to nearest, ties
-    to even), [n, 2] for float32, the lower half first.
-    """
+    """Store float32 numbers (uint32 [n], their bits) in uint16 [n, 1], as bfloat16, or [n, 2]."""
     for i in range(numbers.shape[0]):
         number = numbers[i]
         if halves.shape[1] == 1:
@@ -26,12 +22,9 @@ def put(numbers, halves):
 
 @compiled
 def attend(reader, layer, rows, worker, counter, workers):
-    """Attention of all rows, from `reader.heads` to `reader.attended`, in this worker's share.
-
-    A batch is up to `QUERIES` queries (row by row, the heads of a row that share a cached head).
-    """
+    """Attention of `reader.heads`, written to `reader.attended`, in batches that workers take."""
     shared = reader.model.heads // reader.keys.shape[1]
-    count = reader.keys.shape[1] * -(-rows * shared // QUERIES)
+    count = reader.keys.shape[1] * -(-rows * shared // QUERIES)  # batches of all cached heads
     first, end = take(counter, workers, count)
     while first < count:
         attend_some(reader, layer, rows, worker, first, end)
@@ -42,8 +35,8 @@ def attend(reader, layer, rows, worker, counter, workers):
 def attend_some(reader, layer, rows, worker, item, end_item):
     """Attention of some batches: item i is batch i % batches of the cached head i // batches.
 
-    Up to `BATCHES` of one cached head are computed at once, from its first visible block of slots
-    to the last. A row of `scratch` is what `attention.attender` reads of a query.
+    A batch has up to `QUERIES` queries, row by row, of the heads that share the cached one. A row
+    of `scratch` is what `attention.attender` reads of a query.
     """
     model, keys, values, spans = reader.model, reader.keys, reader.values, reader.spans
     head_dim, visible = model.head_dim, reader.visible

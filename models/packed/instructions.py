@@ -16,31 +16,25 @@ from sequoia_plan.models.packed.features import BYTE, FEATURES, HALF_WORD, WORD
 from sequoia_plan.models.packed.formats import QUAD
 from sequoia_plan.models.packed.vectors import Emitter
 
-SIGNS = -0x7F7F7F80
-"""The upper bit of each byte of a word."""
+SIGNS = -0x7F7F7F80  # the upper bit of each byte of a word
 
 
 @dataclass(frozen=True)
 class Instructions:
     """A kind of processor, and the functions that emit its instructions for a tile's products.
 
-    It has vectors of `lanes` 32-bit words, and the features in `needs` (LLVM's names). Registers
-    hold the weights of a group for `pieces` vectors of outputs, or float32 sums of `float_rows`
-    rows by a tile.
-
-    `add_up(emit, weights, bits, numbers, start)` returns int32 sums, a vector of outputs, over four
-    inputs for each of `weights`: each output's word has the weights of four inputs, unsigned bytes
-    of so many bits, after `prepare(emit, word, bits)`. `numbers` is the address of the signed bytes
-    that multiply them, `start` that of an int32: 128 times the sum of these bytes, for processors
-    that take weights less 128. `look_up(emit, words, table)` replaces each byte by its entry in a
-    table of 16.
+    `add_up(emit, weights, bits, numbers, start)` gives the int32 sum of products for each output.
+    A vector of `weights` has a word for each output, four unsigned bytes (of so many bits) for four
+    inputs, as `prepare(emit, vector, bits)` returns it. They are multiplied by the signed bytes at
+    the address `numbers`; for kinds that take weights less 128, the int32 at `start` is 128 times
+    the sum of these bytes. `look_up(emit, words, table)`: of each byte, its entry in a table of 16.
     """
 
     name: str
-    lanes: int
-    pieces: int
-    float_rows: int
-    needs: tuple[str, ...]
+    lanes: int  # 32-bit words of a vector
+    pieces: int  # vectors of outputs whose weights of a group are in registers at once
+    float_rows: int  # rows whose sums by a tile of floats are
+    needs: tuple[str, ...]  # features, as LLVM names them
     add_up: Callable[[Emitter, Sequence[Any], int, Value, Value], Value]
     look_up: Callable[[Emitter, Value, Sequence[int]], Value]
     prepare: Callable[[Emitter, Value, int], Any] = lambda emit, word, bits: word
@@ -87,11 +81,7 @@ def _prepare_avx2(emit: Emitter, weights: Value, bits: int) -> Any:
 def _add_up_avx2(
     emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
 ) -> Value:
-    """See `Instructions`: vpmaddubsw adds two products in int16, vpmaddwd two of these in int32.
-
-    It multiplies unsigned by signed bytes. Weights of 8 bits would exceed int16, so their sizes
-    less 128 are multiplied by numbers that get the weights' signs.
-    """
+    """See `Instructions`: vpmaddubsw adds two products in int16, vpmaddwd two of these in int32."""
     builder, sums = emit.builder, None
     total = emit.load_splat(start, WORD) if bits == 8 else None
     # the largest pair is 2 * 127 times a weight: so many pairs have room in an int16
@@ -100,7 +90,7 @@ def _add_up_avx2(
     ones = ir.Constant(halves, [1] * halves.count)
     for index, inputs in enumerate(_splat_quads(emit, numbers, len(weights))):
         quad, signed_inputs = weights[index], _as_bytes(emit, inputs)
-        if bits == 8:
+        if bits == 8:  # two products would exceed int16: sizes of weights less 128 do not
             quad, signs = quad
             name, kind = "llvm.x86.avx2.psign.b", signed_inputs.type
             signed_inputs = emit.call(name, kind, signed_inputs, signs)

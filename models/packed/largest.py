@@ -8,8 +8,7 @@ from sequoia_plan.models.packed.records import compiled
 
 fast = partial(compiled, fastmath={"contract", "reassoc", "nsz", "arcp"})
 """Numbers are added in any order; NaN and infinity keep their meaning."""
-BLOCK = 512
-"""Tokens whose sum, or largest number, is known when one among them is looked for."""
+BLOCK = 512  # tokens whose sum, or largest number, is known when one among them is looked for
 LARGEST = np.float32(np.inf)
 
 

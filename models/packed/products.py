@@ -16,13 +16,10 @@ from sequoia_plan.models.packed.formats import FORMATS, GROUP, OUTPUTS, QUAD, Fo
 from sequoia_plan.models.packed.instructions import OWN, Instructions
 from sequoia_plan.models.packed.vectors import FLOAT, LANES, Emitter, emitted
 
-CHUNK = 32
-"""Rows that are encoded side by side, and multiplied by a tile at once."""
-WORDS_BYTES = 4 * OUTPUTS
-"""Bytes of one 32-bit word (or float32) for each output of a tile."""
+CHUNK = 32  # rows that are encoded side by side, and multiplied by a tile at once
+WORDS_BYTES = 4 * OUTPUTS  # bytes of one 32-bit word (or float32) for each output of a tile
 LINE = 64
-AHEAD = 9216
-"""Bytes from the weights that are read to those that are prefetched."""
+AHEAD = 9216  # bytes from the weights that are read to those that are prefetched
 ENCODE_FLOATS, ENCODE_BFLOAT16, ENCODE_ROUNDED, ENCODE_INTEGERS = range(4)
 """How rows are stored: as float32, in bfloat16, as float32 rounded to it, or in 8 bits."""
 NUMBER_BYTES = (4, 2, 4, 1)
@@ -35,14 +32,10 @@ times the sum of the int8 numbers, an int32. The others are float32."""
 
 
 class Encoding(NamedTuple):
-    """How rows are stored: `form` is one of `ENCODE_...`.
+    """How rows are stored. Their sums, times -factor, are added to products by integers."""
 
-    A weight is scale * (integer - factor), or scale * integer - factor * offset. So the sums of a
-    row's numbers, encoded times -factor, are added to its products by the integers.
-    """
-
-    form: int
-    factor: int = 0
+    form: int  # one of `ENCODE_...`
+    factor: int = 0  # weights: scale * (integer - factor), or scale * integer - factor * offset
 
 
 def encoding_for(format: int, kind: Instructions = OWN) -> Encoding:
@@ -70,14 +63,12 @@ def multiply_tile(
 
 
 def emit_tile(
-    builder: ir.IRBuilder, kind: Instructions, format: int, rows: Value, num_rows: Value,
-    tile: Value, steps: Value, results: Value, result_bytes: Value,
+    builder: ir.IRBuilder, kind: Instructions, format: int,  # an index of `FORMATS`
+    rows: Value, num_rows: Value,  # the address of encoded rows, at most `CHUNK`
+    tile: Value, steps: Value,  # its address, and how many blocks of inputs it has
+    results: Value, result_bytes: Value,  # address of float32 [OUTPUTS]; bytes to the next row's
 ) -> None:  # fmt: skip
-    """Emit the products of up to `CHUNK` encoded rows by one tile, which has `steps` blocks.
-
-    All values are int64. `rows`, `tile` and `results` are addresses; a row's results are float32
-    [OUTPUTS], and `result_bytes` after them begin those of the next row.
-    """
+    """Emit code that writes the products of encoded rows by one tile; all values are int64."""
     emit, layout = Emitter(builder, kind.lanes), FORMATS[format]
     arguments = rows, num_rows, tile, steps, results, result_bytes
     if layout.is_float:
@@ -90,15 +81,14 @@ def _emit_float_tile(
     emit: Emitter, format: Format, encoding: int, at_once: int, rows: Value, num_rows: Value,
     tile: Value, steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
-    """The same for weights in floating point.
+    """`emit_tile` for floating-point weights. Sums of a batch of rows are in registers throughout.
 
-    Rows are multiplied in batches of `at_once`, those that are left in smaller ones. The sums of a
-    batch, a vector for each row and each `lanes` outputs (a piece), stay in registers for all
-    inputs. A step has `count` vectors of all outputs: one for each input, or pair of bfloat16 ones.
+    A piece is a vector of outputs. Batches have `at_once` rows, those that are left have fewer.
     """
     builder = emit.builder
-    count, record_bytes = format.step.shape[0], RECORD_BYTES[encoding]
-    weight_bytes, number_bytes = format.step.itemsize // count, NUMBER_BYTES[encoding]
+    count = format.step.shape[0]  # inputs of a step, or pairs of them
+    record_bytes, number_bytes = RECORD_BYTES[encoding], NUMBER_BYTES[encoding]
+    weight_bytes = format.step.itemsize // count  # of all outputs
     pieces, first = range(OUTPUTS // emit.lanes), LONG(0)
     for batch_rows in range(at_once, 0, -1):
         batches = builder.udiv(builder.sub(num_rows, first), LONG(batch_rows))
@@ -134,24 +124,20 @@ def _emit_float_tile(
 def _emit_weights(
     emit: Emitter, format: Format, encoding: int, address: Value
 ) -> list[tuple[Value, int]]:
-    """Load floating-point weights of `lanes` outputs for one input, or a pair of bfloat16 ones.
-
-    Returns vectors, each with the byte, after the first input's, of the number that multiplies it:
-    one vector; for pairs that are multiplied apart, the upper half's first.
-    """
+    """Vectors of weights of an input, or a pair, each with the byte where its number begins."""
     if format.name != "BF16":
         return [(emit.floats(address, f"float{8 * format.block_bytes}"), 0)]
     pairs = emit.load(address, emit.word_vector)
     if encoding == ENCODE_BFLOAT16:
-        return [(pairs, 0)]
-    return list(zip(emit.halves(pairs), (4, 0), strict=True))
+        return [(pairs, 0)]  # one instruction multiplies both
+    return list(zip(emit.halves(pairs), (4, 0), strict=True))  # the upper one is the second input
 
 
 def _emit_integer_tile(
     emit: Emitter, format: Format, kind: Instructions, rows: Value, num_rows: Value, tile: Value,
     steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
-    """The same for weights that are integers; sums are in memory between two groups.
+    """`emit_tile` for weights that are integers; sums are in memory between two groups.
 
         for each block of inputs, each share of the tile's outputs, each group of the block:
             load the group's weights, and their scales, for these outputs into registers
@@ -186,14 +172,12 @@ def _emit_integer_tile(
 
 
 def _emit_integer_step(
-    emit: Emitter, format: Format, kind: Instructions, block: Value, first_output: Value,
-    records: list[Value], num_rows: Value, totals: Value, fetched: Value, lines: int,
+    emit: Emitter, format: Format, kind: Instructions,
+    block: Value, first_output: Value,  # the address of the block's weights, and where to begin
+    records: list[Value], num_rows: Value,  # of each group of inputs, the address of rows' numbers
+    totals: Value, fetched: Value, lines: int,  # addresses; cache lines to prefetch on the way
 ) -> None:  # fmt: skip
-    """Add one block's products to the totals of `kind.pieces` vectors of outputs (pieces).
-
-    `block` is the address of the weights; `records` those of the rows' numbers in each group of
-    inputs; from `fetched` on, so many cache lines of later weights are prefetched on the way.
-    """
+    """Add one block's products to the rows' totals for `kind.pieces` vectors of outputs."""
     fields: Any = format.step.fields
     outputs = [emit.at(first_output, emit.lanes * piece) for piece in range(kind.pieces)]
     factors = [_emit_factors(emit, format, block, output) for output in outputs]
@@ -247,18 +231,14 @@ def _emit_factors(emit: Emitter, format: Format, block: Value, output: Value) ->
 def _emit_scales(
     emit: Emitter, format: Format, factors: list[Value], scales: list[Value], groups: range
 ) -> list[list[Value]]:
-    """[scale] or [scale, offset] of some of a block's groups of `format.group` inputs.
-
-    These are float32 vectors of outputs: the block's `factors`, times the groups' own integers
-    where a format has such. Each word of `scales` has four groups' bytes, after them the offsets'.
-    """
-    if not scales:
+    """[scale] or [scale, offset], float32 vectors of outputs, of some groups of a block."""
+    if not scales:  # the block's own are those of all its groups
         return [factors] * len(groups)
     builder, results = emit.builder, []
     for group in groups:
         vectors = []
         for is_offset, factor in enumerate(factors):
-            number = group + is_offset * format.num_scales // 2
+            number = group + is_offset * format.num_scales // 2  # of a byte; a word has four
             shifted = builder.lshr(scales[number // QUAD], emit.words(8 * (number % QUAD)))
             integers = builder.and_(shifted, emit.words(255))
             integers = builder.sitofp(integers, emit.float_vector)
@@ -271,14 +251,10 @@ def _emit_scales(
 
 
 def _emit_planes(emit: Emitter, address: Value, planes: tuple[int, ...], quads: int) -> list[Value]:
-    """Join the bits of integers, whose lowest ones are in the first plane (see `Format.step`).
-
-    Returns a vector of words [outputs] for each quad: the bytes are its four inputs' integers.
-    """
-    builder, low = emit.builder, 0  # the bits that earlier planes had
+    """For each quad, a vector of words whose bytes are its integers (see `Format.step`)."""
+    builder, low = emit.builder, 0  # bits of the planes before
     results: list[Value | None] = [None] * quads
-    # as half words, because no processor shifts bytes; masks drop what comes from the other byte
-    halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)
+    halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)  # no processor shifts bytes
     for bits in planes:
         vectors = quads * bits // 8
         for vector in range(vectors):
@@ -301,15 +277,13 @@ def _emit_planes(emit: Emitter, address: Value, planes: tuple[int, ...], quads: 
 
 
 def _emit_integer_row(
-    emit: Emitter, kind: Instructions, bits: int, record: Value, weights: list[list[Value]],
-    scales: list[list[list[Value]]], totals: list[Value],
+    emit: Emitter, kind: Instructions, bits: int,  # of a weight
+    record: Value,  # the address of the row's int8 numbers, and their words `SCALES` to `COUNTS`
+    weights: list[list[Value]],  # for each vector of outputs, those of each quad of inputs
+    scales: list[list[list[Value]]],  # for each, and one or two halves: [scale] or [scale, offset]
+    totals: list[Value],  # for each, the address of its sums
 ) -> None:  # fmt: skip
-    """Add one row's products by one group of inputs to its totals of some vectors of outputs.
-
-    `record` is the address of the row's int8 numbers in this group, with their words (`SCALES` to
-    `COUNTS`). For each vector of outputs: its weights by quad of inputs, the [scale] or [scale,
-    offset] of each scale group (one or two), and the address of its total.
-    """
+    """Add one row's products by one group of inputs to its totals for some vectors of outputs."""
     builder, halves, num_scales = emit.builder, range(GROUP // LANES), len(scales[0])
     words = [emit.at(record, GROUP + 4 * index) for index in range(COUNTS + len(halves))]
     numbers = [emit.load_splat(word, FLOAT) for word in words[: TOTAL + 1]]
@@ -339,11 +313,7 @@ def _emit_integer_row(
 
 @functools.cache
 def multiplier(format: int) -> Any:
-    """A compiled function that multiplies encoded rows by some tiles of a matrix of a format.
-
-    `rows`, `tiles` and `results` are addresses; results are float32 [rows, outputs of the tiles],
-    a row's `result_bytes` after the one before (see `emit_tile`).
-    """
+    """A compiled function: `emit_tile` for any number of encoded rows and tiles side by side."""
     groups = max(FORMATS[format].block // GROUP, 1)
     step_bytes = groups * RECORD_BYTES[encoding_for(format).form]
 

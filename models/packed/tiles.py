@@ -61,10 +61,7 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
 
 @compiled
 def _pack_numbers(numbers, tiles, pair):
-    """Copy weights [outputs, inputs] to tiles [tiles, numbers of a tile].
-
-    A tile has for each `pair` of inputs (1 or 2) those of its first output, of its second, etc.
-    """
+    """Copy weights [outputs, inputs] to tiles, each of [inputs / pair, OUTPUTS, pair] numbers."""
     outputs, inputs = numbers.shape
     for tile in range(tiles.shape[0]):
         target = tiles[tile]
@@ -82,13 +79,9 @@ def _pack_blocks(
     rows, tiles, block_sizes, step_sizes, factors, factor_bytes, scale_runs, scale_planes,
     scale_flip, runs, planes, flip,
 ):  # fmt: skip
-    """Write blocks of integers from rows of a file to the steps of tiles (see `Format`).
-
-    `block_sizes`: a block's bytes, values and scales; `step_sizes`: a step's bytes, and the bytes
-    in it where scales and weights begin. The others are the fields of a `Format` as arrays.
-    """
+    """Write the blocks of a file's rows as steps of tiles; arguments as fields of `Format`."""
     block_bytes, num_values, num_scales = block_sizes
-    step_bytes, scales_start, weights_start = step_sizes
+    step_bytes, scales_start, weights_start = step_sizes  # the bytes of a step where these begin
     values = np.zeros((OUTPUTS, num_values), np.uint8)
     scales = np.zeros((OUTPUTS, num_scales), np.uint8)
     for tile in range(tiles.shape[0]):
@@ -111,13 +104,10 @@ def _pack_blocks(
 
 @compiled
 def _unpack(rows, block, runs, flip, values):
-    """Gather the integers of each row's block, which begins at byte `block`, from its `runs`.
-
-    `runs` int64 [n, fields of a `Run`]; `values` uint8 [outputs, n] are written. Runs of the same
-    values come in the order of their bits: one with higher bits keeps the lower ones.
-    """
+    """Write the integers of rows' blocks, from byte `block` on, to `values`, uint8 [outputs, n]."""
     for run in range(runs.shape[0]):
-        start, shift, bits, first, length, to, apart = runs[run]
+        start, shift, bits, first, length, to, apart = runs[run]  # see `Run`
+        # a run of higher bits keeps the lower ones of the run before
         lower, mask = np.uint8((1 << to) - 1), np.uint8((1 << bits) - 1)
         shift, to = np.uint8(shift), np.uint8(to)
         for output in range(rows.shape[0]):
@@ -135,12 +125,8 @@ def _unpack(rows, block, runs, flip, values):
 
 @compiled
 def _put_planes(values, planes, quads, target):
-    """Split integers into the planes that `Format.step` describes, written to `target` (uint8).
-
-    `values` uint8 [outputs, n] are in groups of `quads` words of four; `planes` int64: the bits of
-    each plane, of which the first has the lowest.
-    """
-    words, target = values.view(np.uint32), target.view(np.uint32)
+    """Write integers, uint8 [outputs, n], as planes of these bits (see `Format.step`)."""
+    words, target = values.view(np.uint32), target.view(np.uint32)  # a word: four integers, a quad
     group = np.empty((quads, OUTPUTS), np.uint32)
     first = 0
     for start in range(0, words.shape[1], max(quads, 1)):
@@ -203,10 +189,7 @@ def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.flo
 
 @compiled
 def read_row(embedding, number, row):
-    """Write the row with this number of an `Embedding` to `row`, float32 [inputs].
-
-    A weight is scale * (integer - zero) - offset (see `Format`); the same on every thread.
-    """
+    """Write the row with this number to `row`, float32 [inputs]: value * scale - offset."""
     tile, output, values = embedding.tiles[number // OUTPUTS], number % OUTPUTS, embedding.values
     block, group, num_scales, step_bytes, scales_start, weights_start = embedding.sizes[:6]
     factor_bytes, has_offsets, sign, scale_zero = embedding.sizes[6:]
@@ -239,10 +222,7 @@ def read_row(embedding, number, row):
 
 @compiled
 def _join_planes(stored, planes, quads, output, integers):
-    """Write one output's integers, int64 [quads * QUAD], from the bytes of their planes.
-
-    It undoes `_put_planes` for one group of quads.
-    """
+    """Read what `_put_planes` wrote of one output's group: int64 [quads * QUAD]."""
     integers[:] = 0
     low = first = 0
     for plane in range(planes.shape[0]):
@@ -291,17 +271,14 @@ def _read_floats(tile, output, num_bytes, pair, row):
 
 
 def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
-    """Rows float32 [n, inputs] in GGUF's Q8_0 (8 bits) or Q4_1 (4 bits): uint8 [n, row_bytes].
-
-    Each `GROUP` inputs have a float16 scale; in Q4_1, the lowest weight is added as an offset.
-    """
+    """Rows float32 [n, inputs] in GGUF's Q8_0 (8 bits) or Q4_1 (4 bits): uint8 [n, row_bytes]."""
     padded = np.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP)))
     groups = padded.reshape(len(weights), -1, GROUP)
     lowest = groups.min(-1, keepdims=True)
     if bits == 8:
         factors = (np.abs(groups).max(-1, keepdims=True) / 127).astype(np.float16)
         numbers = _whole_multiples(groups, factors, -128, 127).astype(np.int8).view(np.uint8)
-    else:
+    else:  # the lowest weight is the offset, which is added
         scales = ((groups.max(-1, keepdims=True) - lowest) / 15).astype(np.float16)
         factors = np.concatenate([scales, lowest.astype(np.float16)], -1)
         groups = groups - factors[..., 1:].astype(np.float32)

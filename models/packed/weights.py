@@ -35,8 +35,7 @@ MATRICES = (
 )  # fmt: skip
 """A layer's matrices, in the order of the pass."""
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-CHUNK_BYTES = 1 << 24
-"""Rows are packed so many bytes at a time."""
+CHUNK_BYTES = 1 << 24  # rows are packed so many bytes at a time
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.models.packed.system import sched_yield
 from sequoia_plan.models.packed.vectors import Emitter
 
-LOOKS = 500
-"""How often a worker looks for the others before it yields its processor."""
+LOOKS = 500  # how often a worker looks for the others before it yields its processor
 TAKEN, FINISHED, COUNTER_WORDS = 64, 128, 24
 """The counter that workers share is int64 [COUNTER_WORDS]: first, how often one came to `wait`; at
 byte TAKEN, how often one has taken things in this round; at FINISHED, the rounds that all have
