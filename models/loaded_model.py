@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -42,9 +42,10 @@ Masks = Tensor | Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a forward pass returns, and what it has prepared of later ones.
+    """What a forward pass returns.
 
-    `logits` [tokens, vocabulary]; `hidden_states` [tokens, width].
+    `logits` [tokens, vocabulary]; `hidden_states` [tokens, width]; `later`: what a draft has
+    computed for its passes over the next levels.
     """
 
     logits: Tensor
@@ -180,12 +181,12 @@ class LoadedModel:
         self.d2t: Tensor | None = getattr(unwrapped(self.module), "d2t", None)
 
     @property
-    def generation_config(self) -> Any:
+    def generation_config(self) -> GenerationConfig | None:
         """transformers' generation config; None if there is none."""
         return getattr(unwrapped(self.module), "generation_config", self.own_generation_config)
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """transformers' tokenizer; None if there is none."""
         return self.files.tokenizer() if self.files else None
 

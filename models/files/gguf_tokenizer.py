@@ -78,7 +78,7 @@ def end_tokens(file: GgufFile) -> list[int]:
     return sorted(numbers[text] for text in ends)
 
 
-def gguf_tokenizer(file: GgufFile) -> Any:
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer, as one of transformers."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

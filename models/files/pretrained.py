@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -45,7 +52,7 @@ class ModelFiles:
         return ModelFiles, (self.name, self.path, self.gguf)
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """transformers' configuration."""
         try:
             return read_config(self.gguf) if self.gguf else AutoConfig.from_pretrained(self.path)
@@ -68,7 +75,7 @@ class ModelFiles:
         """Is it a GGUF file whose tensors are read here, not by transformers?"""
         return self.gguf is not None and self.gguf.architecture in CONFIGS
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """transformers' tokenizer."""
         try:
             if self.gguf:
@@ -86,7 +93,7 @@ class ModelFiles:
         """The vocabulary by number, where a file has it as a list."""
         return self.gguf.metadata.get("tokenizer.ggml.tokens", []) if self.gguf else []
 
-    def generation_config(self) -> Any:
+    def generation_config(self) -> GenerationConfig:
         """transformers' generation config."""
         if (self.path / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(self.path)
@@ -95,7 +102,7 @@ class ModelFiles:
             config.eos_token_id = end_tokens(self.gguf) or None
         return config
 
-    def module(self, dtype: torch.dtype) -> Any:
+    def module(self, dtype: torch.dtype) -> PreTrainedModel:
         """transformers' model with all weights in memory, in eval mode."""
         if not self.gguf:
             return load_whole(self.path, dtype)
@@ -107,7 +114,7 @@ class ModelFiles:
             return model
         return self._module_of_gguf(dtype)
 
-    def _module_of_gguf(self, dtype: torch.dtype) -> Any:
+    def _module_of_gguf(self, dtype: torch.dtype) -> PreTrainedModel:
         """The same by our own reading, which is ten times as fast as transformers'."""
         with torch.device("meta"):
             model = new_model(self.config, dtype)
@@ -141,7 +148,7 @@ def find_model(source: str | None) -> ModelFiles:
     return ModelFiles(name, downloaded_folder(source))
 
 
-def check_tensors(files: ModelFiles, model: Any) -> None:
+def check_tensors(files: ModelFiles, model: PreTrainedModel) -> None:
     """Raise SequoiaPlanError if a file lacks a tensor of a model, or has others.
 
     `model` may be without memory.

@@ -32,7 +32,7 @@ def by_kernel(
 def rms_norm(
     hidden_states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """float [..., width] -> the same: the sum with `addend`, and each of its rows normed."""
+    """The sum with `addend` and its RMS norm by rows, float [..., width] each, by one kernel."""
     width = hidden_states.shape[-1]
     x = hidden_states.contiguous()
     added = x if addend is None else addend.contiguous()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -224,7 +225,7 @@ class OffloadedTarget:
         return load
 
 
-def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> Any:
+def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> PreTrainedModel:
     """The model. Its weights are on the meta device, unless it is quantised, or a GGUF file.
 
     Only transformers and the library that quantised a model know what its layers are like, so they
@@ -240,7 +241,7 @@ def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> Any:
     return model
 
 
-def _saved_tensors(model: Any) -> dict[str, Tensor]:
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint has: parameters, tied ones once, and persistent buffers."""
     saved_names = model.state_dict()
     parameters = dict(model.named_parameters())
