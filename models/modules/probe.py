@@ -109,10 +109,7 @@ def _tree_error(model: LoadedModel, module: PreTrainedModel) -> tuple[float, Tre
 def _chain_error(
     model: LoadedModel, module: PreTrainedModel, tokens: Tensor
 ) -> tuple[float, TreeCache]:
-    """`_tree_error` where recurrent layers allow only chains, some of which are accepted in part.
-
-    `tokens` int64 [PREFIX + nodes]: the text that chains are accepted from.
-    """
+    """`_tree_error` for recurrent layers: chains, from a text int64 [n], accepted in part."""
     cache = model.new_cache(EXTENT)
     expected = module(input_ids=tokens[None], use_cache=False).logits[0]
     errors: list[Tensor] = []

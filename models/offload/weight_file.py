@@ -179,7 +179,7 @@ class WeightFile:
             raise SequoiaPlanError(f"{self.path}: was written to while it was in use; {REMEDY}")
 
     def memory_of(self, block: WeightBlock, size: int | None = None) -> Tensor:
-        """Read a whole block and check it. Returns its bytes (uint8), or at least `size` of them."""
+        """Read and check a whole block. Returns its bytes (uint8), or at least `size` of them."""
         memory = aligned_memory(block.size if size is None else round_up(size, ALIGNMENT))
         checksum, target = 0, bytes_of(memory)
         for start in chain([0], range(len(memory), block.size, CHUNK_BYTES)):

@@ -119,10 +119,7 @@ class StreamedFile(PackedBackend):
         self.use(PackedWeights(self.file.blocks, memories))
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `PackedBackend`: the tokens' tiles are read from the file.
-
-        `READERS` threads read at once, because each read waits behind those of layers.
-        """
+        """See `PackedBackend`; reads of tiles wait behind those of layers, so several go at once."""
         place = self.rows_block.tensors[EMBEDDING]
         rows = np.minimum(tokens, self.num_embeddings - 1)
         numbers, indices = np.unique(rows // OUTPUTS, return_inverse=True)
