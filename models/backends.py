@@ -77,7 +77,7 @@ def keep_loaded(module: Any, model: LoadedModel) -> None:
 
 
 def _backend_of(module: Any) -> Backend:
-    """What runs a module in memory."""
+    """The backend of a module in memory: packed, if the packed pass and memory allow it."""
     if not HAS_NUMBA or not isinstance(module, PreTrainedModel) or module.device.type != "cpu":
         return ModuleBackend(module)
     # decoding on a GPU does not need numba
@@ -134,7 +134,7 @@ def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
 
 
 def fused(module: Any, placement: str) -> dict[str, Any]:
-    """Fuse a module's layers if asked to; what profiles record of it, as it was before."""
+    """Fuse a module's layers if `placement` says so; returns what profiles record of it."""
     if placement == RESIDENT:
         return {"placement": RESIDENT}
     return module_metadata(module) | {"placement": FUSED, "fused_layers": fuse(module)}

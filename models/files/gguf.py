@@ -70,7 +70,7 @@ class GgufSource:
         return values if order is None else values[order]
 
     def _tensor(self, name: str) -> tuple[GgufTensor, NDArray[np.int64] | None]:
-        """A tensor, and the order of its rows in transformers if that is another one.
+        """A tensor, and transformers' order of its rows (int64 [rows]), None if it is the file's.
 
         llama.cpp rotates neighbours in a Llama's heads where transformers rotates halves.
         """

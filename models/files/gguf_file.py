@@ -53,7 +53,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file, of which metadata and places of tensors were read."""
+    """A GGUF file: its metadata by key, and where its tensors lie, by name."""
 
     path: Path
     metadata: dict[str, Any]
@@ -123,7 +123,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _not_read(path: Path, name: str, kind: int, text: str = "") -> SequoiaPlanError:
-    """The error for a tensor of a type that is not read."""
+    """The error for a tensor of a type that is not read; `text`: what the type is, if known."""
     if match := re.search(rf"\b{kind} (\w+)[^:]*:([^;]+)", FOREIGN):
         text = "".join(match.groups())
     return SequoiaPlanError(

@@ -151,7 +151,10 @@ def _metadata(file: GgufFile) -> dict[str, Any]:
 
 
 def _refuse(file: GgufFile, own: dict[str, Any], splits: Container[str]) -> None:
-    """Raise SequoiaPlanError for metadata of the tokenizer that it would not follow."""
+    """Raise SequoiaPlanError for metadata that the tokenizer made here would not follow.
+
+    `own`: the tokenizer's metadata; `splits`: the values of `pre` whose splits are known.
+    """
     followed = {"model": DEFAULTS} | ({"pre": splits} if own.get("model") == "gpt2" else {})
     for key, value in own.items():
         is_known = key in KEYS.split() or key.endswith("_token_id") or not value

@@ -41,7 +41,7 @@ TORCH_FILES = "pytorch_model*.bin"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's files. `path` is a folder or a GGUF file, whose metadata and places `gguf` has."""
+    """A model's files. `path` is a folder, or a GGUF file, whose header was read into `gguf`."""
 
     name: str
     path: Path
@@ -115,7 +115,7 @@ class ModelFiles:
         return self._module_of_gguf(dtype)
 
     def _module_of_gguf(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The same by our own reading, which is ten times as fast as transformers'."""
+        """`module` of a GGUF file that is read here, ten times as fast as by transformers."""
         with torch.device("meta"):
             model = new_model(self.config, dtype)
         check_tensors(self, model)

@@ -89,7 +89,7 @@ class OffloadedTarget:
         return in_memory | self._load(self._layer_block(number))
 
     def load(self, split: MemorySplit, link: str, fused: bool = True) -> None:
-        """Load the resident layers, and stream the others."""
+        """Load the resident layers of `split`, and stream the others from "disk" or "host"."""
         # before slots and resident layers take the memory that a trial needs
         proven = try_kinds(self.layers, self.layer) if fused else {}
         for number in split.resident_layers:
@@ -158,14 +158,14 @@ class OffloadedTarget:
         with contextlib.ExitStack() as stack:
 
             def plan() -> tuple[list[dict[str, Place]], Fill]:
-                """Layout, and what fills it."""
+                """The layout of the file, and what fills it, if it has to be written."""
                 scratch = stack.enter_context(TemporaryDirectory(dir=cache_folder()))
                 return layout, self._filler(dtype, scratch)
 
             return cached_weights(files.path.stem, f"{kind}.weights", sources, plan)
 
     def _filler(self, dtype: torch.dtype, scratch: str) -> Fill:
-        """What writes a tensor into its memory in the file."""
+        """A function that writes the tensor with a name into its memory in the file, uint8."""
         load, expected = self._tensor_reader(dtype, scratch), _saved_tensors(self.model)
 
         def fill(name: str, memory: NDArray[np.uint8]) -> None:

@@ -85,7 +85,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """A context whose system errors say what to do."""
+    """A context that turns OSError while `path` is written into SequoiaPlanError with advice."""
     try:
         yield
     except OSError as error:

@@ -92,7 +92,7 @@ class StreamedFile(PackedBackend):
         self.outside_bytes = vectors
 
     def keep_head(self) -> None:
-        """Keep the head in memory: a draft uses it, too."""
+        """Read the head's parts into memory and keep them, for a draft that uses the same head."""
         count = self.config.num_hidden_layers
         memory = torch.cat([self.file.memory_of(block) for block in self.layers[count:]])
         self.memories[1 + count], self.layers = memory.numpy(), self.layers[:count]
@@ -103,7 +103,7 @@ class StreamedFile(PackedBackend):
         return [block.size for block in self.layers]
 
     def load(self, split: MemorySplit, link: str, fused: bool) -> None:
-        """Load the resident layers, and stream the others."""
+        """Load the resident layers of `split`, and stream the others in every pass."""
         resident, memories = split.resident_layers, self.memories
         for number in resident:
             memories[1 + number] = self.file.memory_of(self.layers[number]).numpy()
@@ -119,7 +119,7 @@ class StreamedFile(PackedBackend):
         self.use(PackedWeights(self.file.blocks, memories))
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `PackedBackend`; reads of tiles wait behind those of layers, so several go at once."""
+        """See `PackedBackend`; reads of tiles wait behind those of layers, so many go at once."""
         place = self.rows_block.tensors[EMBEDDING]
         rows = np.minimum(tokens, self.num_embeddings - 1)
         numbers, indices = np.unique(rows // OUTPUTS, return_inverse=True)

@@ -132,7 +132,7 @@ def move_slots(keys, values, slots, start):
 
 
 class PackedPass:
-    """Runs packed layers over rows. Its scratch memory lets one pass run at a time.
+    """Runs packed layers over rows (tokens). Its scratch memory lets one pass run at a time.
 
     `streamed_layers` are those whose weights `stream` brings in every pass; the head's parts count
     as layers. `dtype` is the cache's; `rotary` float32 [positions, 2, head_dim / 2], cosines and
@@ -246,7 +246,7 @@ class PackedPass:
             self.rotary = table.contiguous().numpy()
 
     def _reserve(self, rows: int, slots: int) -> None:
-        """Provide scratch memory for so many rows and slots; what is large enough is used again."""
+        """Let `scratch` have room for so many rows and slots; it only grows."""
         if rows <= self.scratch_rows and slots <= self.scratch_slots:
             return
         self.scratch_rows = rows = max(rows, self.scratch_rows)
@@ -254,7 +254,7 @@ class PackedPass:
         self.scratch = self.new_scratch(self.workers.count, rows, slots)
 
     def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[Any]]:
-        """Memory for passes of so many workers, rows and slots: fields of a `Reader`."""
+        """Memory for passes of so many workers, rows and slots: fields of a `Reader`, by name."""
         model = self.model
         widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[0, ROW_BYTES]))
         own, inner = (workers, rows, self.padded_width), (rows, self.inner_width)
