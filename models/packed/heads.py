@@ -40,7 +40,8 @@ def attend_some(reader, layer, rows, worker, item, end_item):
     """
     model, keys, values, spans = reader.model, reader.keys, reader.values, reader.spans
     head_dim, visible = model.head_dim, reader.visible
-    shared, per_word = model.heads // keys.shape[1], head_dim // keys.shape[3]
+    shared = model.heads // keys.shape[1]  # heads that share a cached one
+    per_word = head_dim // keys.shape[3]  # numbers of a cached word: 2 bfloat16, or one float32
     bits, scratch = reader.heads.view(np.uint32), reader.attention[worker]
     seen = np.empty(QUERIES * BATCHES, np.int64)  # addresses
     queries = scratch.view(np.uint16)
@@ -64,7 +65,7 @@ def attend_some(reader, layer, rows, worker, item, end_item):
             seen[query] = visible[row].ctypes.data
         item += taken
         first_block = first // BLOCK
-        seen += first_block * BLOCK
+        seen += first_block * BLOCK  # bytes: one for each slot
         call(
             model.attend,
             (seen.ctypes.data, count, keys[layer, kv_head, first_block:].ctypes.data,
