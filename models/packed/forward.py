@@ -74,7 +74,7 @@ def multiply(matrix, num_rows, encoded, results, column, first, end):
 
 @partial(compiled, fastmath=True)
 def normalise(row, weight, epsilon, result):
-    """Write the RMS norm of a row, float32 [width]; rows go one at a time, so all sum alike."""
+    """Write the RMS norm of float32 [width]; rows go one by one, so that all sum in one order."""
     total = np.float32(0)
     for column in range(weight.shape[0]):
         total += row[column] * row[column]

@@ -33,7 +33,7 @@ class Instructions:
     name: str
     lanes: int  # 32-bit words of a vector
     pieces: int  # vectors of outputs whose weights of a group are in registers at once
-    float_rows: int  # rows whose sums by a tile of floats are
+    float_rows: int  # rows whose sums, by a tile of floats, are in registers at once
     needs: tuple[str, ...]  # features, as LLVM names them
     add_up: Callable[[Emitter, Sequence[Any], int, Value, Value], Value]
     look_up: Callable[[Emitter, Value, Sequence[int]], Value]
