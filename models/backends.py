@@ -77,7 +77,7 @@ def keep_loaded(module: Any, model: LoadedModel) -> None:
 
 
 def _backend_of(module: Any) -> Backend:
-    """What runs a module in memory."""
+    """The backend of a module in memory: packed, if the packed pass and memory allow it."""
     if not HAS_NUMBA or not isinstance(module, PreTrainedModel) or module.device.type != "cpu":
         return ModuleBackend(module)
     # decoding on a GPU does not need numba
@@ -134,14 +134,17 @@ def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
 
 
 def fused(module: Any, placement: str) -> dict[str, Any]:
-    """Fuse a module's layers if asked to; what profiles record of it, as it was before."""
+    """Fuse a module's layers if `placement` says so; returns what profiles record of it."""
     if placement == RESIDENT:
         return {"placement": RESIDENT}
     return module_metadata(module) | {"placement": FUSED, "fused_layers": fuse(module)}
 
 
 class OffloadedModel:
-    """A target that is streamed from a `link`, but for what fits beside its draft."""
+    """A target whose layers are streamed from a `link` ("disk", "host"), but for those that fit.
+
+    `loader` loads them: a `StreamedFile` or an `OffloadedTarget`.
+    """
 
     def __init__(
         self, source: str | None, how: Loading, link: str, memory: str | int | None
@@ -149,32 +152,32 @@ class OffloadedModel:
         files = find_model(source)
         self.link, self.is_fused = link, how.placement != RESIDENT
         self.budget = as_bytes(memory, torch.device(how.device))
-        self.parts: Any = None
+        self.loader: Any = None
         if how.placement == COMPILED and link == "disk":
             from sequoia_plan.models.packed.loading import load_packed
 
-            self.parts, _ = load_packed(files, how, streams=True)
-        if self.parts is None:
+            self.loader, _ = load_packed(files, how, streams=True)
+        if self.loader is None:
             from sequoia_plan.models.modules.offloaded_target import OffloadedTarget
 
-            self.parts = OffloadedTarget(files, how.device, how.torch_dtype)
-        self.model = LoadedModel(self.parts.backend, files.config.get_text_config(), files)
+            self.loader = OffloadedTarget(files, how.device, how.torch_dtype)
+        self.model = LoadedModel(self.loader.backend, files.config.get_text_config(), files)
 
     def load_beside(self, draft: Any) -> None:
         """Load the layers that fit beside a draft, which may be None, and stream the others."""
         caches, draft_bytes = cache_bytes(self.model), 0
         if getattr(draft, "lm_head", self) is None and self.model.module is None:
-            self.parts.keep_head()
+            self.loader.keep_head()
         if draft is not None:
             draft_bytes = own_bytes(draft, self.model)
             caches += cache_bytes(draft)
-        reads_chosen = getattr(self.parts, "routed", None) and self.link == "disk"
+        reads_chosen = getattr(self.loader, "routed", None) and self.link == "disk"
         split = split_memory(
             self.budget,
-            self.parts.outside_bytes,
+            self.loader.outside_bytes,
             draft_bytes,
             caches,
-            self.parts.layer_sizes(),
+            self.loader.layer_sizes(),
             slots=1 if reads_chosen else SLOTS,
         )
-        self.parts.load(split, self.link, self.is_fused)
+        self.loader.load(split, self.link, self.is_fused)

@@ -25,8 +25,7 @@ from sequoia_plan.models.base.weight_stream import WeightStream
 
 PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 """Tokens of a prompt in one pass. On CUDA, shorter passes leave the device waiting for launches."""
-STREAMED_PREFILL_CHUNK = 1024
-"""The same where each pass streams the model's weights."""
+STREAMED_PREFILL_CHUNK = 1024  # the same where each pass streams the model's weights
 PREFILL_MULTIPLES = {"cpu": (1, 1), "cuda": (64, 512)}
 """On CUDA, a prompt's passes have multiples of so many tokens and slots: few shapes, whose kernels
 are chosen once."""
@@ -43,9 +42,10 @@ Masks = Tensor | Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a forward pass returns, and what it has prepared of later ones.
+    """What a forward pass returns.
 
-    `logits` [tokens, vocabulary]; `hidden_states` [tokens, width].
+    `logits` [tokens, vocabulary]; `hidden_states` [tokens, width]; `later`: what a draft has
+    computed for its passes over the next levels.
     """
 
     logits: Tensor

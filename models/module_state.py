@@ -5,6 +5,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -19,7 +20,7 @@ State = dict[str, Hashable]
 
 
 class Watch:
-    """Knows how a model was when it was last looked at; copies of it begin anew."""
+    """Remembers the state of a model when it was last looked at, as `state_of` gives it."""
 
     def __init__(self, state_of: Callable[[Any], State]) -> None:
         self.state_of = state_of
@@ -30,11 +31,11 @@ class Watch:
         return Watch, (self.state_of,)
 
     def look(self, model: Any) -> None:
-        """Take the model as it is now."""
+        """Remember the model's state as it is now."""
         self.state = self.state_of(model)
 
     def changes(self, model: Any) -> list[str]:
-        """The names of what is no longer as it was."""
+        """The names of entries of the state that differ from those that are remembered."""
         state = self.state_of(model)
         if self.state is None:
             self.state = state
@@ -43,7 +44,7 @@ class Watch:
 
 
 def structure(model: Any) -> State:
-    """A model's place, its configuration, and its modules by name."""
+    """A model's device and dtype, its configuration, and its modules by name."""
     modules = {name: ref(module) for name, module in unwrapped(model).named_modules()}
     return _settings(model) | modules
 
@@ -63,7 +64,7 @@ def workings(model: Any) -> State:
     return _settings(model) | modules
 
 
-def weights(module: Any) -> State:
+def weights(module: nn.Module) -> State:
     """What changes with a module's weights and buffers, but not with numbers changed by `.data`."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
     return {
@@ -72,18 +73,18 @@ def weights(module: Any) -> State:
     }
 
 
-def everything(module: Any) -> State:
+def everything(module: nn.Module) -> State:
     """What changes with anything that a packed copy of a module depends on."""
     return workings(module) | weights(module)
 
 
-def weight_memory(module: Any) -> tuple[tuple[int, int], ...]:
+def weight_memory(module: nn.Module) -> tuple[tuple[int, int], ...]:
     """Address and bytes of each of a module's parameters and buffers."""
     tensors = (*module.parameters(), *module.buffers())
     return tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 
 
-def numbers_of(module: Any) -> dict[str, Any]:
+def numbers_of(module: nn.Module) -> dict[str, Any]:
     """A module's own settings, as the epsilon of a norm."""
     return {
         name: value
@@ -108,13 +109,13 @@ def check_mode(model: Any) -> None:
         )
 
 
-def _drops_out(module: Any) -> bool:
+def _drops_out(module: nn.Module) -> bool:
     """Does a module have a probability that it drops something out?"""
     return any(v for name, v in numbers_of(module).items() if name == "p" or "drop" in name)
 
 
 def _settings(model: Any) -> State:
-    """The entries of a model's configuration, and its place."""
+    """The entries of a model's configuration, its attention, device and dtype."""
     config, text = unwrapped(model).config, text_config(model)
     settings = {
         f"config.{name}": repr(value)

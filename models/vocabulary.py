@@ -17,11 +17,11 @@ PLACEHOLDER = re.compile(
 
 
 def check_tokenizers(target: Any, draft: Any) -> int:
-    """Compare two tokenizers token by token; placeholders, which no text has, may differ.
+    """Compare two tokenizers token by token; returns how many first tokens both have.
 
-    GGUF files have spaces for some of "▁".
+    Placeholders, which no text has, may differ; else SequoiaPlanError is raised.
     """
-    target_tokens, draft_tokens = (
+    target_tokens, draft_tokens = (  # GGUF files have spaces for some of "▁"
         {number: token.replace("▁", " ") for token, number in tokenizer.get_vocab().items()}
         for tokenizer in (target, draft)
     )
@@ -58,10 +58,10 @@ def common_tokens(target: LoadedModel, draft: LoadedModel) -> int:
 def shared_vocabulary(
     target: Any, draft: Any, common_size: int | None = None
 ) -> tuple[int, Tensor | None]:
-    """Which tokens the draft can propose.
+    """How many tokens a draft can propose, and d2t: int64 [so many], the target's token for each.
 
-    The target's logits are never cut. It keeps the tokens that the draft does not have, so the
-    distribution of the output is the same. `draft` int64 [draft vocabulary].
+    d2t is None if both models have the same tokens. The target's logits are never cut. It keeps the
+    tokens that the draft does not have, so the distribution of the output is the same.
     """
     target_size, draft_size = target.vocabulary, draft.vocabulary
     d2t: Tensor | None = draft.d2t

@@ -20,8 +20,7 @@ AFTER_FINAL_NORM = -1
 """Hidden states are numbered in one way, whatever a checkpoint does: 0 is the embedding, k is the
 output of layer k (counted from 1), so the last layer's is the one before the final norm. This is
 the one after it, which the output head reads."""
-UNLIMITED = 1 << 30
-"""Stands for a length or a vocabulary that the model does not limit."""
+UNLIMITED = 1 << 30  # stands for a length or a vocabulary that the model does not limit
 
 
 def unwrapped(model: Any) -> Any:

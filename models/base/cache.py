@@ -107,7 +107,7 @@ class TreeCache(Cache):
             self.positions.index_copy_(0, destination, destination)
 
     def take(self, other: TreeCache, count: int) -> None:
-        """Take over the first `count` slots of a cache of the same model."""
+        """Copy the first `count` slots from a cache of the same model."""
         for block, other_block in zip(self.blocks, other.blocks, strict=True):
             block[:, :, :, :count] = other_block[:, :, :, :count]
         self.features[: count + 1] = other.features[: count + 1]

@@ -9,7 +9,7 @@ _renewed: WeakSet[Any] = WeakSet()
 
 
 def renewed_in_forks(thing: T) -> T:
-    """`thing`, whose `_at_fork_reinit`, as Python's locks have it, each fork's child will call."""
+    """Let each fork's child call `thing._at_fork_reinit()`, as of Python's locks; returns it."""
     _renewed.add(thing)
     return thing
 

@@ -12,11 +12,9 @@ T = TypeVar("T")
 Kernel = tuple[str, torch.dtype]
 """A kernel's name and the dtype that it computes in; each dtype is compiled by itself."""
 
-HAS_NUMBA = importlib.util.find_spec("numba") is not None
-"""A slim runtime decodes without it."""
+HAS_NUMBA = importlib.util.find_spec("numba") is not None  # a slim runtime decodes without it
 
-_failed_kernels: set[Kernel] = set()
-"""Kernels that could not be compiled in this process."""
+_failed_kernels: set[Kernel] = set()  # kernels that could not be compiled in this process
 
 
 def kernels_available(device: torch.device) -> bool:

@@ -28,7 +28,7 @@ def mask_as_dtype(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def windowed_mask(
     cache: TreeCache, mask: Tensor, positions: Tensor, slots: Tensor, window: int | Tensor
 ) -> Tensor:
-    """The mask with everything hidden that is `window` positions before the token or more.
+    """An additive mask that also hides what is `window` positions before the token, or more.
 
     Records the positions of `slots` in the cache first, because slots are not positions in a tree.
     `positions`, `slots` int64 [tokens]; `window` may be int64 [tokens, 1].

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -36,7 +37,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
-def new_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def new_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A model of a configuration, in eval mode; its weights have no meaning."""
     with default_dtype_lock:
         return auto_class(config).from_config(config, dtype=dtype).eval()
@@ -44,7 +45,7 @@ def new_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 def load_whole(
     path: Path, dtype: torch.dtype, config: PreTrainedConfig = None, **settings: Any
-) -> Any:
+) -> PreTrainedModel:
     """A model in eval mode, all of it from a folder or a GGUF file, which needs its `config`.
 
     Raises:
@@ -71,7 +72,9 @@ def load_whole(
     return model.eval()
 
 
-def refuse_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+def refuse_shapes(
+    folder: Path, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]
+) -> None:
     """Raise SequoiaPlanError for tensors (name, shape, shape in the model), if there are any."""
     for name, found, expected in sorted(mismatched):
         raise SequoiaPlanError(
@@ -88,7 +91,7 @@ def refuse_missing(path: Path, missing: Iterable[str]) -> None:
         )
 
 
-def unread(path: Path, model: Any, name: str) -> SequoiaPlanError:
+def unread(path: Path, model: PreTrainedModel, name: str) -> SequoiaPlanError:
     """The error for a tensor that a model would ignore."""
     return SequoiaPlanError(
         f"{path}: tensor {name} is not read by a {type(model).__name__} of its configuration; its "
@@ -96,7 +99,7 @@ def unread(path: Path, model: Any, name: str) -> SequoiaPlanError:
     )
 
 
-def refuse_unread(folder: Path, model: Any, names: Iterable[str]) -> None:
+def refuse_unread(folder: Path, model: PreTrainedModel, names: Iterable[str]) -> None:
     """Raise SequoiaPlanError for a tensor that the model would ignore and that is a part of it.
 
     Others, as heads that score texts, change no logits.

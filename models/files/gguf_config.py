@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import RECURRENT, WINDOWED, head_size
@@ -84,8 +91,8 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     metadata = file.settings
     if "rope.scaling.factor" in metadata:
         metadata = {"rope.scaling.type": "linear"} | metadata  # llama.cpp's default
-    if loads := CONFIGS.get(file.architecture):
-        config = _llama_like_config(loads, file, metadata)
+    if config_class := CONFIGS.get(file.architecture):
+        config = _llama_like_config(config_class, file, metadata)
     else:
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     if metadata.get("attention.key_length", head_size(config)) != head_size(config):
@@ -118,9 +125,11 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     return config
 
 
-def _llama_like_config(loads: Any, file: GgufFile, metadata: dict[str, Any]) -> Any:
-    """What transformers makes of the metadata, without reading the file its slow way."""
-    defaults, tokens = loads(), file.metadata.get("tokenizer.ggml.tokens", ())
+def _llama_like_config(
+    config_class: type[PreTrainedConfig], file: GgufFile, metadata: dict[str, Any]
+) -> PreTrainedConfig:
+    """The configuration that transformers makes of the metadata; it reads a file more slowly."""
+    defaults, tokens = config_class(), file.metadata.get("tokenizer.ggml.tokens", ())
     settings = {
         name: value
         for key, value in metadata.items()
@@ -132,14 +141,14 @@ def _llama_like_config(loads: Any, file: GgufFile, metadata: dict[str, Any]) -> 
         settings["head_dim"] = metadata.get("attention.key_length", width // heads)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         settings[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    return loads(
+    return config_class(
         **{"vocab_size": len(tokens) or defaults.vocab_size} | settings,
         tie_word_embeddings="output.weight" not in file.tensors,
         rope_parameters=dict(defaults.rope_parameters or {"rope_type": "default"}),
     )
 
 
-def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
+def refuse_unread_tensors(file: GgufFile, model: PreTrainedModel) -> None:
     """Raise SequoiaPlanError if a GGUF file has numbers that are not in its model, or too few."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -160,7 +169,10 @@ def refuse_unread_tensors(file: GgufFile, model: Any) -> None:
 
 
 def _set(config: PreTrainedConfig, rope: dict[str, Any], key: str, value: Any) -> bool:
-    """Does a configuration now say what the metadata do? It is set, agrees, or needs nothing."""
+    """Set in a configuration, or its rope parameters, what a key of the metadata says.
+
+    False if it has no such setting, or a fixed one of another value.
+    """
     names = [name for name in SETTINGS.get(key, ()) if hasattr(config, name)]
     number = value if isinstance(value, (int, float)) else None
     if key in NEUTRAL.get(number, "").split() and (names or not hasattr(config, key)):
@@ -190,7 +202,7 @@ def _set(config: PreTrainedConfig, rope: dict[str, Any], key: str, value: Any) -
 def _same_by_layer(
     config: PreTrainedConfig, layer_types: Sequence[str], key: str, value: Any
 ) -> bool | None:
-    """Does a configuration with recurrent layers say the same? None for other keys."""
+    """Does a configuration agree with a key on recurrent layers? None for other keys."""
     recurrent = [kind in RECURRENT for kind in layer_types]
     if key == "attention.recurrent_layers":
         return value == recurrent
@@ -205,7 +217,7 @@ def _same_by_layer(
 
 
 def _set_rotary_dimensions(config: PreTrainedConfig, rope: dict[str, Any], count: int) -> bool:
-    """Let rotary embeddings turn so many numbers of a head; False if they turn all of it."""
+    """Let rotary embeddings turn `count` numbers of a head; False if the model always turns all."""
     head_dim = head_size(config)
     if "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = count / head_dim

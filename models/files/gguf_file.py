@@ -53,7 +53,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file, of which metadata and places of tensors were read."""
+    """A GGUF file: its metadata by key, and where its tensors lie, by name."""
 
     path: Path
     metadata: dict[str, Any]
@@ -123,7 +123,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _not_read(path: Path, name: str, kind: int, text: str = "") -> SequoiaPlanError:
-    """The error for a tensor of a type that is not read."""
+    """The error for a tensor of a type that is not read; `text`: what the type is, if known."""
     if match := re.search(rf"\b{kind} (\w+)[^:]*:([^;]+)", FOREIGN):
         text = "".join(match.groups())
     return SequoiaPlanError(
@@ -139,7 +139,7 @@ class _Reader:
         self.place, self.view = 0, memoryview(data)
 
     def header(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
-        """The metadata; and of each tensor its name, its shape, its format and its offset."""
+        """The metadata; and for each tensor its name, shape, ggml's type, and offset in bytes."""
         if bytes(self.view[:4]) != MAGIC:
             raise ValueError("it does not begin with GGUF")
         self.place = 4
@@ -157,7 +157,7 @@ class _Reader:
         return metadata, entries
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        """The next numbers."""
+        """The next numbers, little-endian, in the form of `struct`, as "IQ"."""
         values = struct.unpack_from(f"<{form}", self.view, self.place)
         self.place += struct.calcsize(f"<{form}")
         return values
@@ -171,7 +171,7 @@ class _Reader:
         return str(self.view[start : self.place], "utf-8")
 
     def value(self, kind: int) -> Any:
-        """The next value of a kind."""
+        """The next value of a type (its number in GGUF): a number, a text, or a list of these."""
         if kind == STRING:
             return self.string()
         if kind in NUMBERS:

@@ -54,8 +54,7 @@ SPLITS = {
 """How text is split by `tokenizer.ggml.pre`; transformers knows others."""
 WHOLE = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken"
 """With these, a word that is a token is not merged, and BOS is added unless a flag says no."""
-UNSTRIPPED = "<unk> <s> <|endoftext|>"
-"""A Phi-3's other tokens take the spaces that follow them."""
+UNSTRIPPED = "<unk> <s> <|endoftext|>"  # a Phi-3's other tokens take the spaces that follow them
 ONE_BOS = """\
 {%% set text +%%}%s{%%+ endset %%}\
 {{ '' if text.startswith(bos_token or '') else bos_token }}{{ text }}"""
@@ -152,7 +151,10 @@ def _metadata(file: GgufFile) -> dict[str, Any]:
 
 
 def _refuse(file: GgufFile, own: dict[str, Any], splits: Container[str]) -> None:
-    """Raise SequoiaPlanError for metadata of the tokenizer that it would not follow."""
+    """Raise SequoiaPlanError for metadata that the tokenizer made here would not follow.
+
+    `own`: the tokenizer's metadata; `splits`: the values of `pre` whose splits are known.
+    """
     followed = {"model": DEFAULTS} | ({"pre": splits} if own.get("model") == "gpt2" else {})
     for key, value in own.items():
         is_known = key in KEYS.split() or key.endswith("_token_id") or not value

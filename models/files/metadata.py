@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.models.base.dtype import dtype_name
 
@@ -15,7 +16,9 @@ FIRST_NUMBERS, SPREAD_NUMBERS = 64, 128
 of it. They tell weights apart without reading gigabytes."""
 
 
-def module_metadata(model: Any, samples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def module_metadata(
+    model: PreTrainedModel, samples: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """Digest, content, dtype and parameters of a module.
 
     `digest` hashes the configuration and each parameter's first numbers, `content` numbers from all

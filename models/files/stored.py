@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPE_FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """ggml's names of floating-point formats."""
@@ -101,7 +101,7 @@ class ModuleSource:
 
     files: list[Path] = []
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.tensors = dict(module.named_parameters())  # tied ones once
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,7 +115,7 @@ class ModuleSource:
 
 
 def stored_matrix(weight: Any, shape: Sequence[int] = ()) -> StoredMatrix:
-    """A matrix as rows of bytes: one in memory, or one of this shape in a file."""
+    """A matrix as rows of bytes: a tensor, or a slice of a file with its `shape`."""
     outputs, inputs = shape or weight.shape
     return StoredMatrix(
         DTYPE_FORMATS[weight[:0].dtype],
@@ -154,7 +154,7 @@ def content_of(files: Sequence[Path]) -> str:
 
 
 def fingerprint(files: Sequence[Path]) -> Source:
-    """A hash of files' sizes and samples of their content, with what the system notes of changes.
+    """A hash of files' sizes and of samples of their content, and `times`: what a change changes.
 
     The time of an inode's change is among that, which nobody can set.
     """

@@ -37,7 +37,7 @@ def attend_shared_heads(
     """Compute transformers' `sdpa` attention, without copies of keys and values that heads share.
 
     `query` [sequences, heads, tokens, head_dim]; `key`, `value` [sequences, shared heads, extent,
-    head_dim].
+    head_dim]. Returns [sequences, tokens, heads, head_dim], and None for the weights.
     """
     key_heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -107,7 +107,7 @@ def attends_by_sdpa(model: nn.Module, config: PreTrainedConfig) -> bool:
 def attending(config: PreTrainedConfig, slots: Tensor | None = None) -> Iterator[None]:
     """A context whose passes, if there is a `config`, attend by `attend_shared_heads`.
 
-    `slots` int64 [tokens].
+    `slots` int64 [tokens]: where the keys of its tokens go, none of which sees a later slot.
     """
     with contextlib.ExitStack() as stack:
         if config is not None:

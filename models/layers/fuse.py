@@ -24,8 +24,7 @@ MAX_ERROR = 1e-4
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
 """The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
 
-LoadWeights = Callable[[], Mapping[str, Tensor]]
-"""Returns a layer's weights by their names in it."""
+LoadWeights = Callable[[], Mapping[str, Tensor]]  # returns a layer's weights by their names in it
 
 
 @torch.no_grad()
@@ -36,8 +35,9 @@ def fuse(
 ) -> int:
     """Replace the decoder layers of `model` by fused ones, in place, where that is possible.
 
-    A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same. Norms
-    outside of layers are replaced by fused ones.
+    A layer is replaced if it `can_fuse`, and if a fused layer of its kind computes the same:
+    `proven` is what `try_kinds` found, which is tried here if not given. Norms outside of layers
+    are, too. `on_replaced` gets each module and its fused one. Returns how many layers are fused.
     """
     layer_lists = [module for module in model.modules() if type(module) is nn.ModuleList]
     if proven is None:
@@ -54,7 +54,7 @@ def fuse(
                 on_replaced(child, getattr(module, name))
     for module in model.modules():
         layers: Any = getattr(module, "layers", None)
-        if type(layers) is nn.ModuleList:
+        if type(layers) is nn.ModuleList:  # each layer's sum is normed where it is computed
             norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
             norms.append(getattr(module, "norm", None))
             for layer, norm in zip(layers, norms, strict=True):
@@ -66,9 +66,9 @@ def fuse(
 def try_kinds(
     layers: Iterable[Any], load: Callable[[int], Mapping[str, Tensor]] | None = None
 ) -> dict[Hashable, bool]:
-    """Try once for each kind of layer whether a fused one computes the same in float32.
+    """Try once for each kind of layer (see `_kind`) whether a fused one computes the same.
 
-    Layers of one kind have the same class, the same settings and parameters of the same shapes.
+    `load` returns the weights of the layer with a number, where they are not in memory.
     """
     computes_the_same: dict[Hashable, bool] = {}
     for number, layer in enumerate(layers):
@@ -78,16 +78,16 @@ def try_kinds(
     return computes_the_same
 
 
-def num_fused_layers(model: Any) -> int:
+def num_fused_layers(model: nn.Module) -> int:
     """How many layers of `model` are fused."""
     return sum(isinstance(module, FusedLayer) for module in model.modules())
 
 
 @torch.no_grad()
 def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
-    """How far a fused layer's attention and MLP, with their norms, are from those of `layer`.
+    """The largest relative error of a fused layer's attention and MLP against those of `layer`.
 
-    Experts are left out, because a fused layer keeps them as they are.
+    Both are in float32, with their norms. Experts are left out: a fused layer keeps them.
     """
     kept_modules = {} if has_gated_mlp(layer) else {id(layer.mlp): nn.Identity()}
     original = copy.deepcopy(layer, kept_modules)
@@ -110,8 +110,8 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
         "position_embeddings": (angles.cos(), angles.sin()),
     }
 
-    def parts(module: Any) -> tuple[Tensor, Tensor]:
-        """What attention and MLP add, [tokens, width] each."""
+    def added_states(module: Any) -> tuple[Tensor, Tensor]:
+        """What attention, and what the MLP, adds to hidden states: [tokens, width] each."""
         hidden_states = rows.to(device)
         if attention_width == width:  # EAGLE-3's first layer reads twice the width
             hidden_states = module.input_layernorm(hidden_states)
@@ -119,7 +119,7 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
         normed = module.post_attention_layernorm(rows[..., :width].to(device))
         return attended[0], module.mlp(normed)[0]
 
-    return max(map(_relative_error, parts(original), parts(fused)))
+    return max(map(_relative_error, added_states(original), added_states(fused)))
 
 
 def _relative_error(expected: Tensor, computed: Tensor) -> float:
@@ -133,7 +133,7 @@ def _fused(layer: Any) -> FusedLayer:
 
 
 def _kind(layer: Any) -> Hashable:
-    """What decides how a layer computes, apart from the values of its weights and its number."""
+    """A layer's class, shapes of parameters and settings: equal ones compute the same function."""
     shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
     settings = tuple(
         (name, value)

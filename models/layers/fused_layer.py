@@ -100,7 +100,7 @@ class FusedLayer(nn.Module):
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     next_norm: tuple[nn.Module | None] = (None,)
-    """What reads this layer's output, which is not one of its modules."""
+    """The norm that reads this layer's output; in a tuple, it is not one of its modules."""
 
     def __init__(self, layer: Any, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class FusedLayer(nn.Module):
 
 
 def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """A hook: a state dict has the names and the weights of transformers' layer."""
+    """A hook of `state_dict`: joined weights are split, under the names of transformers' layer."""
     for joined, names in JOINED.items():
         for kind in ("weight", "bias"):
             tensor = tensors.pop(f"{prefix}{joined}.{kind}", None)
@@ -153,7 +153,7 @@ def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) 
 
 
 def _join_split(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """A hook: what `_split_joined` does, undone before such a state dict is loaded."""
+    """A hook of `load_state_dict`, which undoes what `_split_joined` does."""
     for joined, names in JOINED.items():
         for kind in ("weight", "bias"):
             keys = [f"{prefix}{name}.{kind}" for name in names]
@@ -193,9 +193,9 @@ class FusedAttention(nn.Module):
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """What attention adds to the hidden states.
+        """What attention adds to the hidden states, float [batch, tokens, width], in this shape.
 
-        `hidden_states` float [batch, tokens, width]; returns float [batch, tokens, width].
+        None stands for the attention's weights, which transformers' layers return as well.
         """
         queries, keys, values = self.queries_keys_values(
             hidden_states, position_embeddings, cache_among(options)
@@ -210,7 +210,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [batch, heads, tokens, dim] of normed hidden states.
 
-        With a cache, keys and values are written there, and returned are all of its own.
+        With a cache, keys and values are written to its slots; returned are those of all slots.
         """
         heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
 
@@ -230,7 +230,7 @@ class FusedAttention(nn.Module):
             return queries, keys, values
 
         def in_place() -> tuple[Tensor, Tensor, Tensor]:
-            """The same by one kernel."""
+            """The same by one kernel, which writes to the cache itself."""
             angles = position_embeddings if self.rotates else None
             norms = () if self.q_norm is None else (self.q_norm, self.k_norm)
             queries = rotate_and_cache(

@@ -10,7 +10,7 @@ ROWS_AT_A_TIME = 4096
 def rows_in_8_bits(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Quantise a matrix row by row. Every weight is off by at most half the scale of its row.
 
-    `weight` float [out, in]; returns int8 [out, in].
+    `weight` float [out, in]; returns int8 [out, in], and the scales of rows, `dtype` [out].
     """
     integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), dtype=dtype, device=weight.device)

@@ -10,8 +10,7 @@ from sequoia_plan.models.base.kernel_launch import kernel_or_tensors, kernels_av
 
 T = TypeVar("T")
 
-BLOCK = 1024
-"""Numbers that a program of `silu_mul` reads at once."""
+BLOCK = 1024  # numbers that a program of `silu_mul` reads at once
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -33,7 +32,7 @@ def by_kernel(
 def rms_norm(
     hidden_states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """float [..., width] -> the same: the sum with `addend`, and each of its rows normed."""
+    """The sum with `addend` and its RMS norm by rows, float [..., width] each, by one kernel."""
     width = hidden_states.shape[-1]
     x = hidden_states.contiguous()
     added = x if addend is None else addend.contiguous()

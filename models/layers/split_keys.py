@@ -15,8 +15,7 @@ MAX_ROWS, MAX_HEAD_DIM, WARPS, STAGES = 64, 128, 4, 2
 MAX_PARTS = 64
 HIDDEN = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -6e4}
 """By the mask's dtype: numbers up to here hide a key. Masks have the dtype's lowest number."""
-KERNELS_NAME = "attention"
-"""Of the kernels, in the warning if they cannot be compiled."""
+KERNELS_NAME = "attention"  # of the kernels, in the warning if they cannot be compiled
 DTYPES = (torch.bfloat16, torch.float16)
 """Where the kernels are fast; in float32, their products would spill registers."""
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
 from sequoia_plan.models.base.cache import TreeCache
 
 
-def register_hooks(model: Any, layers: nn.ModuleList | None, layer_numbers: Sequence[int]) -> None:
+def register_hooks(
+    model: PreTrainedModel, layers: nn.ModuleList | None, layer_numbers: Sequence[int]
+) -> None:
     """Let every pass of `model` record hidden states in the cache that it is given.
 
     They are in `TreeCache.aux_hidden_states` after the pass. Passes with other caches, as those of

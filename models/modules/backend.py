@@ -63,7 +63,7 @@ class ModuleBackend(Backend):
             record_inputs(layer)
 
     def look(self) -> None:
-        """Take the module as it is now."""
+        """Note how the module is now: later changes are seen against it."""
         self.structure.look(self.module)
         self.weights.look(self.module)
 

@@ -2,10 +2,10 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import model_type
@@ -16,7 +16,7 @@ from sequoia_plan.models.module_state import Watch, everything
 class FusedTwin:
     """A model with fused layers in memory that it shares with `module`, whose passes it runs."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: PreTrainedModel) -> None:
         self.module, self.watch = module, Watch(everything)
         self.model = _with_own_children(module, {})
         self.replaced: list[tuple[nn.Module, nn.Module]] = []
@@ -39,7 +39,7 @@ class FusedTwin:
         return bool(self._others(self.watch.changes(self.module)))
 
     def _others(self, names: Sequence[str]) -> set[str]:
-        """Those of the changes that fused layers cannot follow."""
+        """Which of these changes are not of weights: fused layers cannot follow them."""
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
         return {*names} - {name for name, _ in tensors} if self.num_fused else set()
 
@@ -52,7 +52,7 @@ class FusedTwin:
         self.watch.look(self.module)
 
     def _share(self, module: nn.Module, fused: nn.Module) -> None:
-        """Let the weights of a module lie where its fused one reads them."""
+        """Copy a module's weights to those of its fused one, whose memory it then uses itself."""
         self.replaced.append((module, fused))
         views = fused.state_dict()
         for name, parameter in module.named_parameters():

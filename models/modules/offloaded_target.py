@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -88,7 +89,7 @@ class OffloadedTarget:
         return in_memory | self._load(self._layer_block(number))
 
     def load(self, split: MemorySplit, link: str, fused: bool = True) -> None:
-        """Load the resident layers, and stream the others."""
+        """Load the resident layers of `split`, and stream the others from "disk" or "host"."""
         # before slots and resident layers take the memory that a trial needs
         proven = try_kinds(self.layers, self.layer) if fused else {}
         for number in split.resident_layers:
@@ -157,14 +158,14 @@ class OffloadedTarget:
         with contextlib.ExitStack() as stack:
 
             def plan() -> tuple[list[dict[str, Place]], Fill]:
-                """Layout, and what fills it."""
+                """The layout of the file, and what fills it, if it has to be written."""
                 scratch = stack.enter_context(TemporaryDirectory(dir=cache_folder()))
                 return layout, self._filler(dtype, scratch)
 
             return cached_weights(files.path.stem, f"{kind}.weights", sources, plan)
 
     def _filler(self, dtype: torch.dtype, scratch: str) -> Fill:
-        """What writes a tensor into its memory in the file."""
+        """A function that writes the tensor with a name into its memory in the file, uint8."""
         load, expected = self._tensor_reader(dtype, scratch), _saved_tensors(self.model)
 
         def fill(name: str, memory: NDArray[np.uint8]) -> None:
@@ -224,7 +225,7 @@ class OffloadedTarget:
         return load
 
 
-def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> Any:
+def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> PreTrainedModel:
     """The model. Its weights are on the meta device, unless it is quantised, or a GGUF file.
 
     Only transformers and the library that quantised a model know what its layers are like, so they
@@ -240,7 +241,7 @@ def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> Any:
     return model
 
 
-def _saved_tensors(model: Any) -> dict[str, Tensor]:
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint has: parameters, tied ones once, and persistent buffers."""
     saved_names = model.state_dict()
     parameters = dict(model.named_parameters())

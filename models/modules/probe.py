@@ -1,10 +1,10 @@
 """A model is tried on a small tree before it decodes with one."""
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.architecture import execution_device, model_type, unwrapped
@@ -17,14 +17,12 @@ from sequoia_plan.models.loaded_model import LoadedModel
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 2])
 PATHS = torch.tensor([[0, 1, 3], [0, 1, 4], [0, 2, 5]], device="cpu")
 """The nodes from the root to each leaf."""
-PREFIX = 4
-"""Committed tokens before the tree."""
-EXTENT = 16
-"""Slots of the cache that the tree is read with."""
+PREFIX = 4  # committed tokens before the tree
+EXTENT = 16  # slots of the cache that the tree is read with
 
 
 @torch.inference_mode()
-def probe(model: LoadedModel, module: Any) -> CacheLayout:
+def probe(model: LoadedModel, module: PreTrainedModel) -> CacheLayout:
     """Check that `module` can read a token tree; returns the layout of its cache.
 
     Raises:
@@ -58,7 +56,7 @@ def probe(model: LoadedModel, module: Any) -> CacheLayout:
     raise SequoiaPlanError(f"{model_type(module)}: {reason}")
 
 
-def _check_description(model: LoadedModel, module: Any) -> None:
+def _check_description(model: LoadedModel, module: PreTrainedModel) -> None:
     """Raise SequoiaPlanError if the module's configuration or signature rules out a tree."""
     implementation = attention_implementation(module.config)
     parameters = inspect.signature(unwrapped(module).forward).parameters
@@ -90,7 +88,7 @@ def _check_description(model: LoadedModel, module: Any) -> None:
     raise SequoiaPlanError(f"{model_type(module)}: {reason}")
 
 
-def _tree_error(model: LoadedModel, module: Any) -> tuple[float, TreeCache]:
+def _tree_error(model: LoadedModel, module: PreTrainedModel) -> tuple[float, TreeCache]:
     """The mean relative error of the nodes' logits, and the cache that the tree was read with.
 
     The error is against the logits that the model computes from each node's path alone. The root is
@@ -108,15 +106,15 @@ def _tree_error(model: LoadedModel, module: Any) -> tuple[float, TreeCache]:
     return float(torch.stack(errors).mean()), cache
 
 
-def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float, TreeCache]:
-    """The same for chains after the prefix that are accepted in part, a token alone, and a chain.
-
-    `tokens` int64 [PREFIX + nodes].
-    """
+def _chain_error(
+    model: LoadedModel, module: PreTrainedModel, tokens: Tensor
+) -> tuple[float, TreeCache]:
+    """`_tree_error` for recurrent layers: chains, from a text int64 [n], accepted in part."""
     cache = model.new_cache(EXTENT)
     expected = module(input_ids=tokens[None], use_cache=False).logits[0]
     errors: list[Tensor] = []
     end = 0
+    # how many tokens of a chain are the text's next ones, and how many others follow
     for right, wrong in ((PREFIX, 0), (1, 2), (2, 1), (1, 0), (2, 0)):
         start, end = end, end + right
         chain = torch.cat([tokens[start:end], tokens[:wrong]])
@@ -128,7 +126,7 @@ def _chain_error(model: LoadedModel, module: Any, tokens: Tensor) -> tuple[float
     return float(torch.stack(errors[PREFIX:]).mean()), cache
 
 
-def _path_logits(module: Any, tokens: Tensor) -> Tensor:
+def _path_logits(module: PreTrainedModel, tokens: Tensor) -> Tensor:
     """[nodes - 1, vocabulary]: each node's logits as the model computes them from its path alone.
 
     The model reads one plain sequence for each leaf. `tokens` int64 [PREFIX + nodes].

@@ -18,7 +18,7 @@ from sequoia_plan.models.base.cache import CacheLayer, TreeCache
 from sequoia_plan.models.modules.aux_hidden_states import tree_cache_among
 
 
-def recurrent_modules(model: Any) -> list[nn.Module]:
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
     """The modules with a recurrent state: they know their layer, and have a convolution."""
     return [
         module

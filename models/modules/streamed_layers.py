@@ -109,7 +109,7 @@ def routed_tensors(layers: nn.Module) -> list[str]:
 
 
 def set_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace parameters and buffers of `module`."""
+    """Let `tensors` be the parameters and buffers of `module` that have these names."""
     for name, tensor in tensors.items():
         path, _, last_name = name.rpartition(".")
         owner = module.get_submodule(path)

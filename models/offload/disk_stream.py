@@ -28,8 +28,7 @@ from sequoia_plan.models.offload.weight_file import (
     bytes_of,
 )
 
-THREADS = 2
-"""Threads that read."""
+THREADS = 2  # threads that read
 THREAD_NAME = "sequoia-plan weights"
 
 
@@ -97,34 +96,38 @@ class DiskStream(WeightStream):
         self._to_device(slot, 0, self.sizes[slot])
 
     def read_chosen(self, layer: int, chosen: Tensor) -> None:
-        """Bring a layer's chosen experts into its slot, unless that has the whole block."""
+        """Bring the experts that a layer chose (`chosen`: their rows) into its slot.
+
+        If the slot has the whole block, nothing is read; an expert that is kept is copied.
+        """
         slot = layer % len(self.memory)
         counts = Counter((layer, row) for row in chosen.flatten().tolist())
         self.counts.update(counts)
-        parts = [
-            (start // ALIGNMENT * ALIGNMENT, round_up(start + weights.nbytes, ALIGNMENT))
-            for expert in counts
-            if self.sizes[slot] == 0 and not self.kept.get(expert)
-            for weights in self._weights(*expert)
-            for start in [weights.data_ptr() - self.memory[slot].data_ptr()]
-        ]
-        self.reads[slot] = self._submit(layer, parts)
+        ranges = []  # of bytes to read
+        for expert in counts:
+            if self.sizes[slot] == 0 and not self.kept.get(expert):
+                for weights in self._weights(*expert):
+                    start = weights.data_ptr() - self.memory[slot].data_ptr()
+                    end = round_up(start + weights.nbytes, ALIGNMENT)
+                    ranges.append((start // ALIGNMENT * ALIGNMENT, end))
+        self.reads[slot] = self._submit(layer, ranges)
         kept = self.kept.keys() & counts
         for expert in kept:
             for weights, copy in zip(self._weights(*expert), self.kept[expert], strict=False):
                 weights.copy_(copy)
         for read in self.reads[slot]:
             read.result()
-        for start, end in parts:
+        for start, end in ranges:
             self._to_device(slot, start, end)
         for expert in kept:
             self.kept[expert] = self.kept[expert] or [w.clone() for w in self._weights(*expert)]
-        self.bytes += sum(end - start for start, end in parts)
+        self.bytes += sum(end - start for start, end in ranges)
 
     def keep_most_chosen(self, counts: Sequence[int] = ()) -> None:
         """Let the experts that were chosen most often stay in memory, as many as fit.
 
-        Without counts, or with those of another model: by the stream's own count.
+        `counts`: of each expert, by layer and row. If they are not as many as there are experts,
+        the stream's own count decides.
         """
         experts = sorted(self.counts)
         if len(counts) == len(experts):
@@ -161,13 +164,13 @@ class DiskStream(WeightStream):
         # to be checked, a block is read whole once
         size = 0 if block in self.checked_blocks and self.routed[layer] else block.size
         self.sizes[slot] = size
-        parts = [(start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)]
-        self.reads[slot] = self._submit(layer, parts)
+        chunks = [(start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)]
+        self.reads[slot] = self._submit(layer, chunks)
 
-    def _submit(self, layer: int, parts: Sequence[tuple[int, int]]) -> list[Future[None]]:
-        """Let the threads read parts of a layer's block, from one byte to another each."""
+    def _submit(self, layer: int, ranges: Sequence[tuple[int, int]]) -> list[Future[None]]:
+        """Let the threads read ranges (first byte, end) of a layer's block into its slot."""
         try:
-            return [self.threads.submit(self._read, layer, *part) for part in parts]
+            return [self.threads.submit(self._read, layer, start, end) for start, end in ranges]
         except RuntimeError as error:
             raise SequoiaPlanError(f"{self.file.path}: is closed; load the models again") from error
 

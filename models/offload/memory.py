@@ -15,10 +15,8 @@ SLOTS = 3
 over as many resident layers, which take the same memory and are never read again."""
 KV_TOKENS = 2048
 """The budget includes KV caches of so many tokens, or of the model's context if that is shorter."""
-MAX_BYTES = 10**18
-"""More than any machine has."""
-SIZE = re.compile(r"(\d+\.?\d*) *([kmgt]?)(i?)b?")
-"""A number, and perhaps a unit."""
+MAX_BYTES = 10**18  # more than any machine has
+SIZE = re.compile(r"(\d+\.?\d*) *([kmgt]?)(i?)b?")  # a number, and perhaps a unit
 CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -63,9 +61,10 @@ def split_memory(
     layer_sizes: list[int],
     slots: int = SLOTS,
 ) -> MemorySplit:
-    """Keep as many layers resident as fit, spread evenly, so that reading goes on meanwhile.
+    """Keep as many layers resident as fit; SequoiaPlanError if `memory` has no room for `slots`.
 
-    With one slot, nothing is read ahead: experts stay instead of layers, as many as fit.
+    Sizes are in bytes. Resident layers are spread evenly, so that reading goes on meanwhile. With
+    one slot, nothing is read ahead: experts stay instead of layers, as many as fit.
     """
     num_layers, total_bytes = len(layer_sizes), sum(layer_sizes)
     max_size, slot_bytes, expert_bytes = max(layer_sizes), 0, 0
@@ -107,9 +106,10 @@ def as_bytes(memory: str | int | None, device: torch.device) -> int:
     """Bytes from a size as 300MB, 24GB, 1.5GiB or a number of bytes; None for what is free."""
     if memory is None:
         return free_memory(device)
-    parts, size = SIZE.fullmatch(str(memory).strip().lower()), 0.0
-    if parts:
-        size = float(parts[1]) * (1024 if parts[3] else 1000) ** " kmgt".index(parts[2] or " ")
+    match, size = SIZE.fullmatch(str(memory).strip().lower()), 0.0
+    if match:
+        number, unit, is_binary = match.groups()
+        size = float(number) * (1024 if is_binary else 1000) ** " kmgt".index(unit or " ")
     if not 0 < size < MAX_BYTES:
         raise ArgumentError(f"memory: found {memory!r:.40}, expected a size, as 300MB or 24GB")
     return int(size)

@@ -22,8 +22,7 @@ from sequoia_plan.models.offload.weight_file import (
     write_weights,
 )
 
-MAX_NAME_BYTES = 100
-"""Of a model's name in that of its file; file systems take 255 in all."""
+MAX_NAME_BYTES = 100  # of a model's name in that of its file; file systems take 255 in all
 OTHER_FOLDER = "set SEQUOIA_PLAN_CACHE to another folder, which can be written"
 
 
@@ -86,7 +85,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _errors_of(path: Path) -> Iterator[None]:
-    """A context whose system errors say what to do."""
+    """A context that turns OSError while `path` is written into SequoiaPlanError with advice."""
     try:
         yield
     except OSError as error:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from weakref import finalize
 
 import msgspec
@@ -33,20 +33,16 @@ from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.files.stored import Source
 
-ALIGNMENT = 4096
-"""Offsets, sizes and addresses of reads are multiples of so many bytes."""
-TENSOR_ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes."""
+ALIGNMENT = 4096  # offsets, sizes and addresses of reads are multiples of so many bytes
+TENSOR_ALIGNMENT = 64  # tensors begin at multiples of so many bytes
 VERSION = 2
 MAX_INDEX_BYTES = 1 << 28
 INDEX_END = struct.Struct("<QI")
 """The end of the file: how long the index is in bytes, and its CRC-32."""
-CHUNK_BYTES = 4 << 20
-"""Bytes that a thread reads at once."""
+CHUNK_BYTES = 4 << 20  # bytes that a thread reads at once
 REMEDY = "delete it, and it will be made again"
 """Ends the messages about a file that cannot be used."""
-WRITERS = 2
-"""Threads that make blocks."""
+WRITERS = 2  # threads that make blocks
 
 
 class Place(Struct, frozen=True, omit_defaults=True):
@@ -70,8 +66,8 @@ class Place(Struct, frozen=True, omit_defaults=True):
 
     def view(self, memory: Tensor) -> Tensor:
         """The tensor as a view of `memory` (uint8), which holds the block."""
-        part = memory[self.start : self.start + self.size]
-        return part.view(getattr(torch, self.dtype)).view(self.shape)
+        own = memory[self.start : self.start + self.size]
+        return own.view(getattr(torch, self.dtype)).view(self.shape)
 
 
 class WeightBlock(Struct, frozen=True, eq=False):
@@ -183,15 +179,15 @@ class WeightFile:
             raise SequoiaPlanError(f"{self.path}: was written to while it was in use; {REMEDY}")
 
     def memory_of(self, block: WeightBlock, size: int | None = None) -> Tensor:
-        """Read and check a block. Returns its bytes (uint8), or about the first `size` of them."""
+        """Read and check a whole block. Returns its bytes (uint8), or at least `size` of them."""
         memory = aligned_memory(block.size if size is None else round_up(size, ALIGNMENT))
-        checksum, part = 0, bytes_of(memory)
+        checksum, target = 0, bytes_of(memory)
         for start in chain([0], range(len(memory), block.size, CHUNK_BYTES)):
-            if start == len(memory):
-                part = bytes_of(aligned_memory(CHUNK_BYTES))
-            part = part[: block.size - start]
-            self.read(block.offset + start, part)
-            checksum = zlib.crc32(part, checksum)
+            if start == len(memory):  # the rest is only checked
+                target = bytes_of(aligned_memory(CHUNK_BYTES))
+            target = target[: block.size - start]
+            self.read(block.offset + start, target)
+            checksum = zlib.crc32(target, checksum)
         self.check(block, checksum)
         return memory
 
@@ -247,7 +243,7 @@ def _open_past_page_cache(path: Path) -> int:
         return os.open(path, flags)
 
 
-def _reserve(file: Any, size: int) -> None:
+def _reserve(file: BinaryIO, size: int) -> None:
     """Give a file its room: a full disk is an error here; later, it would be a signal."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
@@ -270,7 +266,7 @@ Fill = Callable[[str, NDArray[np.uint8]], None]
 
 
 def place_blocks(layout: WeightLayout) -> tuple[WeightBlock, ...]:
-    """Where everything of a layout lies; the checksums are still 0."""
+    """Blocks of a layout, one after the other; a packed head is split. Checksums are still 0."""
     blocks, offset = [], 0
     for tensors in layout:
         places, size = {}, 0
@@ -340,8 +336,8 @@ def _fill_blocks(
 
     def with_checksum(block: WeightBlock) -> WeightBlock:
         """A block that is filled, with its checksum."""
-        part = memory[block.offset : block.offset + block.size]
-        return structs.replace(block, checksum=zlib.crc32(part))
+        content = memory[block.offset : block.offset + block.size]
+        return structs.replace(block, checksum=zlib.crc32(content))
 
     with ThreadPoolExecutor(WRITERS) as writers:
         list(writers.map(fill_tensors, blocks))

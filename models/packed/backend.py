@@ -23,7 +23,7 @@ from sequoia_plan.models.packed.packed_pass import (
     cache_dtype,
     visible_slots,
 )
-from sequoia_plan.models.packed.tiles import aligned_zeros, dense_rows
+from sequoia_plan.models.packed.tiles import Matrix, aligned_zeros, dense_rows
 from sequoia_plan.models.packed.weights import (
     HEAD,
     PackedWeights,
@@ -80,11 +80,12 @@ class PackedBackend(Backend):
             self.keep_logits(self.kept_tokens)
 
     def keep_logits(self, tokens: Tensor) -> None:
-        """See `Backend`; rows of a head in other bits than 8 are rounded to these."""
+        """See `Backend`: a head of these rows alone, in 8 bits, replaces the whole one."""
         self.kept_tokens, rows = tokens, dense_rows(self.weights.head, tokens.numpy())
         cut = Storage(bits=8).of(HEAD, stored_matrix(torch.from_numpy(rows)))
-        self.head_matrix = pack_into(cut, aligned_zeros(place_of(cut).shape))
-        self.weights.places[HEAD] = self.head_matrix.tiles.reshape(-1), place_of(cut)
+        place = place_of(cut)
+        self.head_matrix = pack_into(cut, aligned_zeros(place.shape))
+        self.weights.places[HEAD] = self.head_matrix.tiles.reshape(-1), place
         self.runner.owners = self.weights, self.head_matrix
         self.vocabulary = self.runner.vocabulary = cut.outputs
         self.runner.model = Model(
@@ -129,7 +130,10 @@ class PackedBackend(Backend):
         return logits, states.to(self.dtype) if hidden_states else None
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """int64 [n] -> float32 [n, width]; the last one's for tokens that there are not."""
+        """The embeddings of tokens, int64 [n] -> float32 [n, width]; too large ones have the last.
+
+        Padding of a target's head can be drawn, which a draft has no embedding of.
+        """
         return dense_rows(self.embedding, np.minimum(tokens, self.num_embeddings - 1))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -141,8 +145,8 @@ class PackedBackend(Backend):
         return multiplied(self.head_matrix, rows).view(*hidden_states.shape[:-1], -1)
 
 
-def multiplied(matrix: Any, rows: Tensor) -> Tensor:
-    """float32 [n, inputs] -> [n, outputs], in this thread."""
+def multiplied(matrix: Matrix, rows: Tensor) -> Tensor:
+    """The products of rows, float32 [n, inputs] -> [n, outputs], computed in this thread."""
     padded = round_up(matrix.inputs, UNIT)
     x = np.zeros((len(rows), padded), np.float32)
     x[:, : rows.shape[1]] = rows.numpy()

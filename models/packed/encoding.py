@@ -29,39 +29,42 @@ SMALLEST = 127 / 2.0**127
 
 @emitted(literals=2)
 def encode_group(emit: Emitter, source: Value, record: Value, encoding: int, factor: int) -> None:
-    """Store a group of a row: numbers as they are or in bfloat16, or integers and their scales."""
+    """Store `GROUP` float32 numbers at an address: in floating point, or int8 by 16 with a scale.
+
+    After the int8 numbers come the words that `products.SCALES` to `COUNTS` name.
+    """
     builder, totals, number_bytes = emit.builder, [], NUMBER_BYTES[encoding]
     magnitude, words = emit.words(0x7FFFFFFF), emit.at(record, GROUP * number_bytes)
     for start in range(0, GROUP, LANES):
-        part = emit.load(emit.at(source, 4 * start), FLOATS)
+        numbers = emit.load(emit.at(source, 4 * start), FLOATS)
         target = emit.at(record, number_bytes * start)
         if encoding != ENCODE_INTEGERS:
             if encoding == ENCODE_BFLOAT16:
-                part = emit.bfloats(part)
+                numbers = emit.bfloats(numbers)
             elif encoding == ENCODE_ROUNDED:
-                upper = builder.shl(builder.zext(emit.bfloats(part), WORDS), emit.words(16))
-                part = builder.bitcast(upper, FLOATS)
-            emit.store(part, target)
+                upper = builder.shl(builder.zext(emit.bfloats(numbers), WORDS), emit.words(16))
+                numbers = builder.bitcast(upper, FLOATS)
+            emit.store(numbers, target)
             continue
         # compared as integers, which keeps NaN
-        sizes = builder.and_(builder.bitcast(part, WORDS), magnitude)
+        sizes = builder.and_(builder.bitcast(numbers, WORDS), magnitude)
         largest = emit.call("llvm.vector.reduce.umax.v16i32", WORD, sizes)
         largest = builder.bitcast(largest, FLOAT)
         is_zero = builder.fcmp_ordered("<=", largest, FLOAT(SMALLEST))
         inverse = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(127.0), largest))
         scale = builder.fmul(largest, FLOAT(1 / 127))
-        whole = builder.fmul(part, emit.splat(inverse))
-        integers = builder.fptosi(emit.call("llvm.rint.v16f32", FLOATS, whole), WORDS)
+        scaled = builder.fmul(numbers, emit.splat(inverse))
+        integers = builder.fptosi(emit.call("llvm.rint.v16f32", FLOATS, scaled), WORDS)
         emit.store(builder.trunc(integers, ir.VectorType(BYTE, LANES)), target)
-        place = start // LANES
-        emit.store(scale, emit.at(words, 4 * (SCALES + place)), align=4)
+        half = start // LANES
+        emit.store(scale, emit.at(words, 4 * (SCALES + half)), align=4)
         # of the rounded numbers: with the exact sum, a weight's offset would not cancel
         count = emit.call("llvm.vector.reduce.add.v16i32", WORD, integers)
         total = builder.fmul(scale, builder.sitofp(count, FLOAT))
         totals.append(builder.fmul(total, FLOAT(-float(factor))))
-        emit.store(totals[-1], emit.at(words, 4 * (TOTALS + place)), align=4)
-        count = builder.shl(count, WORD(7))
-        emit.store(count, emit.at(words, 4 * (COUNTS + place)), align=4)
+        emit.store(totals[-1], emit.at(words, 4 * (TOTALS + half)), align=4)
+        count = builder.shl(count, WORD(7))  # 128 times the sum
+        emit.store(count, emit.at(words, 4 * (COUNTS + half)), align=4)
     if totals:
         total = functools.reduce(builder.fadd, totals)
         emit.store(total, emit.at(words, 4 * TOTAL), align=4)
@@ -69,10 +72,10 @@ def encode_group(emit: Emitter, source: Value, record: Value, encoding: int, fac
 
 @functools.cache
 def encoder(encoding: int, factor: int) -> Any:
-    """A compiled function that stores rows of float32 as products read them (see `Encoding`).
+    """A compiled function that stores `count` rows of float32 as products read them.
 
-    A chunk of rows has their first groups side by side, then their second ones, and so on. Rows are
-    read, and padded with zeros, to a multiple of `GROUP` inputs.
+    A chunk of rows has their first groups side by side, then their second ones, and so on. The
+    memory of a row must have zeros up to a multiple of `GROUP`.
     """
     record_bytes = RECORD_BYTES[encoding]
 

@@ -1,13 +1,14 @@
 """Which models the packed pass computes, and why not others."""
 
 import copy
-from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
@@ -26,28 +27,27 @@ CLASSES = {
     "qwen3": Qwen3ForCausalLM,
 }
 """By `model_type`."""
-BIASED = ("q_proj", "k_proj", "v_proj")
-"""A layer's matrices that may have a bias."""
+BIASED = ("q_proj", "k_proj", "v_proj")  # a layer's matrices that may have a bias
 UNUSED = ("training", "name_or_path", "gradient_checkpointing", "vocab_size", "padding_idx")
 """Settings of modules that a pass does not depend on."""
 
 
-def empty_module(config: PreTrainedConfig) -> Any:
-    """transformers' module of a configuration, without memory; None if the class is not known."""
-    model_class: Any = CLASSES.get(config.model_type)
+def empty_module(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """transformers' model of a configuration, without memory; None if it is not in `CLASSES`."""
+    model_class = CLASSES.get(config.model_type)
     if model_class is None:
         return None
     with torch.device("meta"):
         return model_class(copy.deepcopy(config))
 
 
-def why_not(config: PreTrainedConfig, module: Any) -> str:
+def why_not(config: PreTrainedConfig, module: PreTrainedModel | None) -> str:
     """Why the packed pass does not compute a model; "" if it does.
 
     `module`: of this configuration; None if its class is not known.
     """
-    if type(module) not in CLASSES.values():
-        name = type(module).__name__ if module is not None else config.model_type
+    if module is None or type(module) not in CLASSES.values():
+        name = config.model_type if module is None else type(module).__name__
         return f"{name} is none of {', '.join(c.__name__ for c in CLASSES.values())}"
     parameters = dict(module.named_parameters())
     if any(name.endswith("bias") and name.split(".")[-2] not in BIASED for name in parameters):
@@ -61,8 +61,8 @@ def why_not(config: PreTrainedConfig, module: Any) -> str:
     return ""
 
 
-def why_not_module(module: Any) -> str:
-    """The same for a model in memory, whose modules may have been changed."""
+def why_not_module(module: PreTrainedModel) -> str:
+    """`why_not` for a model in memory, whose modules may have been changed."""
     if type(module) in CLASSES.values():
         if (attention := attention_implementation(module.config)) not in IMPLEMENTATIONS:
             return f"it attends by {attention}"
@@ -73,18 +73,21 @@ def why_not_module(module: Any) -> str:
     return why_not(module.config, module)
 
 
-def _not_as_configured(model: Any) -> str:
-    """The first module that is not as in a new model of the same configuration, or ""."""
-    new_modules = dict(empty_module(model.config).named_modules())
-    modules = dict(model.named_modules())
+def _not_as_configured(model: PreTrainedModel) -> str:
+    """The name of the first module that is not as in a new model of its configuration, or ""."""
+    new_model = empty_module(model.config)
+    assert new_model is not None  # its class is one of `CLASSES`
+    new_modules, modules = dict(new_model.named_modules()), dict(model.named_modules())
     for name in new_modules | modules:
         new, module = new_modules.get(name), modules.get(name)
-        if type(new) is not type(module) or (name and not _has_numbers_of(module, new)):
+        if new is None or module is None or type(new) is not type(module):
+            return name
+        if name and not _has_numbers_of(module, new):
             return name
     return ""
 
 
-def _has_numbers_of(module: Any, other: Any) -> bool:
-    """Has a module all the settings of another one?"""
+def _has_numbers_of(module: nn.Module, other: nn.Module) -> bool:
+    """Has a module all the settings of another one, as the epsilon of a norm?"""
     others = {name: n for name, n in numbers_of(other).items() if name not in UNUSED}
     return {name: vars(module).get(name) for name in others} == others

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OUTPUTS = 32
-"""Outputs of a tile."""
+OUTPUTS = 32  # outputs of a tile
 GROUP = 32
 """Inputs of a group: its weights lie side by side in a tile, and a row's numbers when encoded."""
 QUAD = 4
@@ -20,9 +19,10 @@ QUAD = 4
 
 
 class Run(NamedTuple):
-    """Bits of `length` values: of the bytes from `start` on, those from the bit `shift` on.
+    """Where a block of a file has some bits of `length` values, one byte for each.
 
-    The values are the `first` one and others so far `apart`, and the bits are theirs from `to` on.
+    They are `bits` bits of the bytes from `start` on, from the bit `shift` on. They belong to the
+    value `first` and to each that is `apart` further on, and are its bits from `to` on.
     """
 
     start: int
@@ -80,11 +80,12 @@ class Format:
 
     @cached_property
     def step(self) -> np.dtype[Any]:
-        """A step of a tile.
+        """The layout of a tile's step: a block of inputs, or a group of floating-point ones.
 
-        A plane of b bits takes b vectors for the 8 quads of a group: in each byte of vector v, the
-        bits from b f on are those of quad v + b f. Scales lie alike. Numbers in floating point lie
-        by input, those in bfloat16 by pair of inputs.
+        Integers are split into planes of b bits. A plane takes b vectors of words [OUTPUTS] for the
+        8 quads of a group: in each byte of vector v, the bits from b f on are those of quad v + b
+        f. Scales lie alike. Floating-point weights are [inputs, OUTPUTS], in bfloat16 [pairs of
+        inputs, OUTPUTS, 2].
         """
         if self.is_float:
             pair = 2 if self.name == "BF16" else 1
@@ -100,16 +101,19 @@ class Format:
 
 
 def _runs(bits: int, start: int, run: int, count: int = 256, to: int = 0) -> tuple[Run, ...]:
-    """Values of which each `run` share their place in a byte, the lowest bits first."""
+    """Runs of `run` values: the first has the lowest bits of `run` bytes, the next those above.
+
+    After 8 // bits of them, the bytes are full, and the next ones follow. `count`: all values.
+    """
     fields, runs = 8 // bits, []
     for number in range(count // run):
-        place = start + number // fields * run
-        runs.append(Run(place, number % fields * bits, bits, number * run, run, to))
+        first_byte = start + number // fields * run
+        runs.append(Run(first_byte, number % fields * bits, bits, number * run, run, to))
     return tuple(runs)
 
 
 def _neighbours(bits: int, start: int, count: int, to: int) -> tuple[Run, ...]:
-    """Values of which neighbours share a byte."""
+    """Runs of `count` values of which 8 // bits neighbours share a byte, the first lowest."""
     fields = 8 // bits
     return tuple(Run(start, f * bits, bits, f, count // fields, to, fields) for f in range(fields))
 
@@ -154,7 +158,7 @@ FORMAT_NAMES = tuple(format.name for format in FORMATS)
 
 
 def format_number(name: str) -> int:
-    """The place of a format in `FORMATS`; ValueError for one that is not known."""
+    """The index of a format in `FORMATS`; ValueError for one that is not known."""
     if name in FORMAT_NAMES:
         return FORMAT_NAMES.index(name)
     digits = re.search(r"\d+", name)

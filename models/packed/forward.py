@@ -5,21 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_plan.models.packed.attention import BATCHES, BLOCK, LOG2_E, QUERIES, gate
+from sequoia_plan.models.packed.attention import BLOCK, LOG2_E, gate
 from sequoia_plan.models.packed.formats import OUTPUTS
+from sequoia_plan.models.packed.heads import attend, put
 from sequoia_plan.models.packed.largest import largest_of
 from sequoia_plan.models.packed.records import Record, compiled
 from sequoia_plan.models.packed.vectors import LANES, call
 from sequoia_plan.models.packed.workers import take, wait
 
-UNIT = OUTPUTS
-"""Outputs of a matrix that one worker computes are a multiple of these: those of a tile."""
+UNIT = OUTPUTS  # workers share a matrix by tiles, so widths are rounded up to the outputs of one
 FIRST: Any = np.int64(0)
 """The first layer, row or node, for numba an integer as any: literals are compiled apart."""
 ENCODE, MULTIPLY, TILES, NUM_TILES, TILE_BYTES, STEPS, INPUTS, ROW_BYTES = range(8)
 """The columns of a matrix's description: addresses, sizes in bytes, and counts."""
-QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)
-"""A layer's matrices."""
+QUERY, KEY, VALUE, OUT, GATE, UP, DOWN = range(7)  # a layer's matrices
 
 
 class Model(Record):
@@ -50,7 +49,7 @@ class Reader(Record):
 
 @compiled
 def encode(matrix, num_rows, rows, encoded):
-    """Store rows (float32 [rows, inputs]) as the products by `matrix` read them."""
+    """Store float32 [rows, inputs] in `encoded` (uint8) as products by `matrix` read them."""
     call(
         matrix[ENCODE],
         (rows.ctypes.data, rows.strides[0], num_rows, matrix[INPUTS], encoded.ctypes.data,
@@ -60,9 +59,9 @@ def encode(matrix, num_rows, rows, encoded):
 
 @compiled
 def multiply(matrix, num_rows, encoded, results, column, first, end):
-    """The outputs from `first` to `end` of encoded rows.
+    """Multiply rows that `encode` stored by the weights of the outputs from `first` to `end`.
 
-    `results` float32 [rows, n]; the matrix's first output goes to `column`.
+    `results` float32 [rows, n]: the matrix's output i goes to column `column` + i.
     """
     tile = first // UNIT
     call(
@@ -75,7 +74,7 @@ def multiply(matrix, num_rows, encoded, results, column, first, end):
 
 @partial(compiled, fastmath=True)
 def normalise(row, weight, epsilon, result):
-    """RMS norm of one row; all rows go through this function, one at a time."""
+    """Write the RMS norm of float32 [width]; rows go one by one, so that all sum in one order."""
     total = np.float32(0)
     for column in range(weight.shape[0]):
         total += row[column] * row[column]
@@ -86,7 +85,7 @@ def normalise(row, weight, epsilon, result):
 
 @compiled
 def rotate(row, cosines, sines, factor):
-    """Rotary embedding of one head, times a factor, in place."""
+    """Apply a rotary embedding, times a factor, to one head's float32 [head_dim], in place."""
     half = cosines.shape[0]
     for i in range(half):
         left, right = row[i] * factor, row[i + half] * factor
@@ -95,20 +94,11 @@ def rotate(row, cosines, sines, factor):
 
 
 @compiled
-def put(numbers, words):
-    """Store the bits of float32 numbers in uint16 [n, 1], as bfloat16, or [n, 2], as they are."""
-    for i in range(numbers.shape[0]):
-        number = numbers[i]
-        if words.shape[1] == 1:
-            odd = (number >> np.uint32(16)) & np.uint32(1)
-            words[i, 0] = (number + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-        else:
-            words[i, 0], words[i, 1] = number, number >> np.uint32(16)
-
-
-@compiled
 def project_heads(reader, layer, rows, normed, encoded, counter, workers):
-    """Heads' queries, keys and values; keys and values are then in the cache."""
+    """Write queries of `normed` rows to `reader.heads`, keys and values to the cache.
+
+    A worker computes the heads that it takes.
+    """
     encoder, num_heads = np.int64(0), reader.heads.shape[1]
     first, end = take(counter, workers, num_heads)
     while first < num_heads:
@@ -118,17 +108,22 @@ def project_heads(reader, layer, rows, normed, encoded, counter, workers):
 
 @compiled
 def project_some(reader, layer, rows, normed, encoded, encoder, first_head, end_head):
-    """Heads from one on; `encoder` is what `encoded` is from, which is returned for the next."""
+    """Compute heads from one to another: those of queries come first, then keys and values.
+
+    Returns the encoder (its address, 0 for none) that wrote `encoded`, as the argument is: rows are
+    encoded again only for a matrix in another format.
+    """
     model, keys, values = reader.model, reader.keys, reader.values
     num_heads, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
-    per_word = head_dim // keys.shape[3]
+    per_word = head_dim // keys.shape[3]  # numbers of a cached word: 2 bfloat16, or one float32
+    halves = 3 - per_word  # of a word, that a number takes
     heads, bits = reader.heads, reader.heads.view(np.uint32)
     start = 0
-    for part in range(3):
-        count = num_heads if part == QUERY else kv_heads
+    for kind in range(3):  # QUERY, KEY, VALUE
+        count = num_heads if kind == QUERY else kv_heads
         first, end = max(first_head, start), min(end_head, start + count)
         if first < end:
-            matrix = model.matrices[layer, part]
+            matrix = model.matrices[layer, kind]
             if matrix[ENCODE] != encoder:
                 encoder = matrix[ENCODE]
                 encode(matrix, rows, normed, encoded)
@@ -141,88 +136,32 @@ def project_some(reader, layer, rows, normed, encoded, encoder, first_head, end_
                 if model.biases.shape[0]:
                     for i in range(head_dim):
                         numbers[i] += model.biases[layer, head * head_dim + i]
-                if part != VALUE and model.head_norms.shape[0]:
-                    normalise(numbers, model.head_norms[layer, part], model.epsilon, numbers)
-                if part == QUERY:  # scores are in units of log 2
+                if kind != VALUE and model.head_norms.shape[0]:
+                    normalise(numbers, model.head_norms[layer, kind], model.epsilon, numbers)
+                if kind == QUERY:  # scores are in units of log 2
                     rotate(numbers, rotary[0], rotary[1], np.float32(LOG2_E / np.sqrt(head_dim)))
-                elif part == KEY:
+                elif kind == KEY:
                     rotate(numbers, rotary[0], rotary[1], np.float32(1))
                     key = keys[layer, head - start, slot // BLOCK, :, slot % BLOCK]
-                    for place in range(per_word):
-                        put(number_bits[place::per_word], key[:, place : place + 3 - per_word])
-                else:
-                    place, words = per_word - 1 - slot % per_word, slot // per_word
-                    value = values[layer, head - start, words, :, place : place + 3 - per_word]
-                    put(number_bits, value)
+                    for half in range(per_word):  # a word has two neighbouring dimensions
+                        put(number_bits[half::per_word], key[:, half : half + halves])
+                else:  # a word has two neighbouring slots, the earlier one in its upper half
+                    half, word = per_word - 1 - slot % per_word, slot // per_word
+                    put(number_bits, values[layer, head - start, word, :, half : half + halves])
         start += count
     return encoder
 
 
 @compiled
-def attend(reader, layer, rows, worker, counter, workers):
-    """Attention of heads' queries; queries of the heads that share a cached one go together."""
-    shared = reader.model.heads // reader.keys.shape[1]
-    count = reader.keys.shape[1] * -(-rows * shared // QUERIES)
-    first, end = take(counter, workers, count)
-    while first < count:
-        attend_some(reader, layer, rows, worker, first, end)
-        first, end = take(counter, workers, count)
-
-
-@compiled
-def attend_some(reader, layer, rows, worker, item, end_item):
-    """Attention of batches of queries from one on."""
-    model, keys, values, spans = reader.model, reader.keys, reader.values, reader.spans
-    head_dim, visible = model.head_dim, reader.visible
-    shared, per_word = model.heads // keys.shape[1], head_dim // keys.shape[3]
-    bits, scratch = reader.heads.view(np.uint32), reader.attention[worker]
-    seen = np.empty(QUERIES * BATCHES, np.int64)
-    queries = scratch.view(np.uint16)
-    batches = -(-rows * shared // QUERIES)
-    while item < end_item:
-        kv_head, batch = item // batches, item % batches
-        taken = min(BATCHES, end_item - item, batches - batch)
-        start = batch * QUERIES
-        count = min(rows * shared - start, taken * QUERIES)
-        first, end = visible.shape[1], 0
-        for query in range(count):
-            row, head = (start + query) // shared, kv_head * shared + (start + query) % shared
-            if query and query % QUERIES == 0 and spans[row, 0] >= end:  # another sequence's
-                count, taken = query, query // QUERIES
-                break
-            first, end = min(first, spans[row, 0]), max(end, spans[row, 1])
-            for i in range(LANES + head_dim):
-                scratch[query, i] = 0
-            words = queries[query, 2 * (LANES + head_dim) :].reshape(-1, 3 - per_word)
-            put(bits[row, head], words)
-            seen[query] = visible[row].ctypes.data
-        item += taken
-        first_block = first // BLOCK
-        seen += first_block * BLOCK
-        call(
-            model.attend,
-            (seen.ctypes.data, count, keys[layer, kv_head, first_block:].ctypes.data,
-            values[layer, kv_head, first_block * BLOCK // per_word :].ctypes.data, head_dim,
-            -(-end // BLOCK) - first_block, scratch.ctypes.data, scratch.strides[0]),
-        )  # fmt: skip
-        for query in range(count):
-            row, head = (start + query) // shared, kv_head * shared + (start + query) % shared
-            # the largest weight is 1; a row that sees no slot has none
-            total = max(scratch[query // QUERIES * QUERIES, query % QUERIES], np.float32(1))
-            for i in range(head_dim):
-                reader.attended[row, head, i] = scratch[query, LANES + i] / total
-
-
-@compiled
 def copy(row, result):
-    """Copy a row to another, which is not longer."""
+    """result[i] = row[i] for as many numbers as `result` has."""
     for i in range(result.shape[0]):
         result[i] = row[i]
 
 
 @compiled
 def add(row, added):
-    """Add to a row, in place."""
+    """row[i] += added[i], in place."""
     for i in range(row.shape[0]):
         row[i] += added[i]
 
@@ -231,10 +170,10 @@ def add(row, added):
 def forward(
     worker, workers, counter, rounds, reader, rows, start, kept, first_layer, end_layer
 ):  # fmt: skip
-    """One worker's part of a pass over some layers; `counter`, `rounds`: see `wait`.
+    """One worker's share of a pass over some layers; `counter`, `rounds`: see `wait`.
 
-    The logits of the last `kept` of the rows go to those from `start` on. Numbers after the last
-    layer's are those of the head's parts. Returns the rounds after it.
+    Numbers after the last layer's are those of the head's parts. The last `kept` rows' logits go to
+    `reader.logits` from row `start` on. All workers compute all norms. Returns the rounds after it.
     """
     model, epsilon = reader.model, reader.model.epsilon
     x, normed, encoded = reader.x[worker], reader.normed[worker], reader.encoded[worker]
@@ -279,7 +218,7 @@ def forward(
 
 @compiled
 def multiply_all(matrix, num_rows, rows, encoded, results, counter, workers):
-    """All outputs of a matrix, of which this worker computes those that it takes."""
+    """Write the products of float32 `rows` by the tiles of a matrix that this worker takes."""
     encode(matrix, num_rows, rows, encoded)
     count = matrix[NUM_TILES]
     first, end = take(counter, workers, count)
@@ -290,7 +229,7 @@ def multiply_all(matrix, num_rows, rows, encoded, results, counter, workers):
 
 @compiled
 def gate_all(reader, matrices, num_rows, rows, encoded, counter, workers):
-    """SiLU(gate) * up, of which this worker computes the outputs that it takes."""
+    """reader.gate = SiLU(gate) * up of float32 `rows`, in the tiles that this worker takes."""
     gates, ups, count = reader.gate, reader.up, matrices[GATE, NUM_TILES]
     is_encoded, same = False, matrices[UP, ENCODE] == matrices[GATE, ENCODE]
     first, end = take(counter, workers, count)
@@ -311,7 +250,7 @@ def gate_all(reader, matrices, num_rows, rows, encoded, counter, workers):
 
 @compiled
 def compute_logits(reader, part, rows, start, worker, counter, workers):
-    """Some logits of normed rows, by a part of the head, into those from `start` on."""
+    """Write logits of normed rows, by a part of the head, and note the largest (see `Reader`)."""
     head, encoded, num_rows = reader.model.head, reader.encoded[worker], rows.shape[0]
     matrix, column = head[part], part * head[0, NUM_TILES] * UNIT
     encode(matrix, num_rows, rows, encoded)
@@ -334,7 +273,7 @@ def compute_logits(reader, part, rows, start, worker, counter, workers):
 
 @compiled
 def keep_hidden_states(reader, layer, rows, x, worker):
-    """Copy hidden states to the outputs that are taken after so many layers (-1: normed)."""
+    """Copy `x`, the rows after `layer` layers (-1: normed), where `state_layers` asks for it."""
     for state in range(reader.state_layers.shape[0]):
         if worker == 0 and reader.state_layers[state] == layer:
             for row in range(rows):
@@ -343,7 +282,7 @@ def keep_hidden_states(reader, layer, rows, x, worker):
 
 @compiled
 def project(matrix, rows, results):
-    """The products of rows by one matrix."""
+    """Write the products of float32 `rows` by one matrix to `results`, in the calling thread."""
     encoded = np.empty(rows.shape[0] * matrix[ROW_BYTES], np.uint8)
     encode(matrix, rows.shape[0], rows, encoded)
     multiply(matrix, rows.shape[0], encoded, results, 0, 0, results.shape[1])

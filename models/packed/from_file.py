@@ -37,8 +37,7 @@ from sequoia_plan.models.packed.weights import (
     layout_of,
 )
 
-READERS = 8
-"""Threads that read embeddings."""
+READERS = 8  # threads that read embeddings
 
 
 class PackedFile(PackedBackend):
@@ -70,7 +69,8 @@ class PackedFile(PackedBackend):
 class StreamedFile(PackedBackend):
     """Runs the weights of a packed file, of which some layers are read in every pass.
 
-    `load` says which. The head's blocks count as layers.
+    `load` says which. `layers` are the blocks of layers and of the head's parts; what is outside
+    them stays in memory, but for the embeddings, whose rows are read from the file when needed.
     """
 
     reads_embeddings = True
@@ -92,7 +92,7 @@ class StreamedFile(PackedBackend):
         self.outside_bytes = vectors
 
     def keep_head(self) -> None:
-        """Keep the head in memory: a draft uses it, too."""
+        """Read the head's parts into memory and keep them, for a draft that uses the same head."""
         count = self.config.num_hidden_layers
         memory = torch.cat([self.file.memory_of(block) for block in self.layers[count:]])
         self.memories[1 + count], self.layers = memory.numpy(), self.layers[:count]
@@ -103,7 +103,7 @@ class StreamedFile(PackedBackend):
         return [block.size for block in self.layers]
 
     def load(self, split: MemorySplit, link: str, fused: bool) -> None:
-        """Load the resident layers, and stream the others."""
+        """Load the resident layers of `split`, and stream the others in every pass."""
         resident, memories = split.resident_layers, self.memories
         for number in resident:
             memories[1 + number] = self.file.memory_of(self.layers[number]).numpy()
@@ -112,21 +112,21 @@ class StreamedFile(PackedBackend):
         if blocks:
             self.stream = stream = DiskStream(self.file, blocks, split.slots, torch.device("cpu"))
             finalize(self, stream.close)
-            for place, number in enumerate(self.streamed_layers):
-                slot = stream.memory[place % len(stream.memory)]
-                memories[1 + number] = slot[: blocks[place].size].numpy()
+            for index, number in enumerate(self.streamed_layers):
+                slot = stream.memory[index % len(stream.memory)]
+                memories[1 + number] = slot[: blocks[index].size].numpy()
         self.recorded |= split.to_metadata(link, len(self.layers))
         self.use(PackedWeights(self.file.blocks, memories))
 
     def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `PackedBackend`. Several tiles are read at once: each waits behind the layers'."""
+        """See `PackedBackend`; reads of tiles wait behind those of layers, so many go at once."""
         place = self.rows_block.tensors[EMBEDDING]
         rows = np.minimum(tokens, self.num_embeddings - 1)
-        numbers, places = np.unique(rows // OUTPUTS, return_inverse=True)
+        numbers, indices = np.unique(rows // OUTPUTS, return_inverse=True)
         size = place.shape[1]
 
         def tile(number: int) -> NDArray[np.uint8]:
-            """The bytes of one tile."""
+            """Read one tile, uint8 [size]; a read begins and ends at multiples of `ALIGNMENT`."""
             first = self.rows_block.offset + place.start + number * size
             start = first // ALIGNMENT * ALIGNMENT
             memory = aligned_memory(round_up(first + size - start, ALIGNMENT))
@@ -136,7 +136,7 @@ class StreamedFile(PackedBackend):
         with ThreadPoolExecutor(READERS) as readers:
             tiles = np.stack(list(readers.map(tile, numbers.tolist())))
         matrix = Matrix(format_number(place.format), len(tiles) * OUTPUTS, place.inputs, tiles)
-        return dense_rows(matrix, places * OUTPUTS + rows % OUTPUTS)
+        return dense_rows(matrix, indices * OUTPUTS + rows % OUTPUTS)
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copies with a SequoiaPlanError."""
@@ -162,7 +162,7 @@ def packed_file(name: str, source: WeightSource, storage: Storage, on_bytes: OnB
 
 
 def recorded_of(file: WeightFile, dtype: torch.dtype, source: WeightSource) -> dict[str, Any]:
-    """What profiles record of packed weights."""
+    """What profiles record of a model whose weights are packed in `file`, made from `source`."""
     content = file.index.source.content
     return {
         "digest": content[:16],

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import model_type
@@ -16,8 +17,7 @@ from sequoia_plan.models.packed.backend import PackedBackend
 from sequoia_plan.models.packed.families import why_not_module
 from sequoia_plan.models.packed.weights import Storage, packed_in_memory
 
-TRIED_TOKENS = 8
-"""Tokens of the text that both passes read when a model is packed."""
+TRIED_TOKENS = 8  # tokens of the text that both passes read when a model is packed
 MAX_ERROR = {"F32": 1e-4, "F16": 2e-2, "BF16": 0.2}
 """How far logits may be from PyTorch's, relative, by the format of the weights."""
 MAX_ROUNDED_ERROR = 0.8
@@ -31,7 +31,7 @@ class PackedModule(PackedBackend):
         SequoiaPlanError: if the pass does not compute what the module does.
     """
 
-    def __init__(self, module: Any, bits: int | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, bits: int | None = None) -> None:
         self.storage, self.watch = Storage(bits=bits), Watch(everything)
         if reason := why_not_module(module):
             raise SequoiaPlanError(reason)
@@ -58,7 +58,7 @@ class PackedModule(PackedBackend):
             raise SequoiaPlanError(f"{model_type(self.module)}: {reason}; make the decoder anew")
 
     def _follow(self) -> str:
-        """Pack the module anew if it changed; returns why that cannot be."""
+        """Pack the module anew if it changed; returns why that cannot be, else ""."""
         before, names = self.watch.state, self.watch.changes(self.module)
         if not names:
             return ""
@@ -89,24 +89,24 @@ class PackedModule(PackedBackend):
 
     @torch.inference_mode()
     def differs(self) -> str:
-        """Why the pass does not take the module's place; both are tried on a short text."""
+        """Why the pass cannot run in place of the module, which is tried on a short text; or ""."""
         drawn = torch.randint(1 << 30, (TRIED_TOKENS,), generator=torch.Generator().manual_seed(0))
         tokens = drawn % self.num_embeddings
-        places = torch.arange(len(tokens))
-        mask = causal_mask(places, len(tokens), torch.float32)
-        cache = self.new_cache(len(tokens), counts_positions=False).at(places, len(tokens))
-        logits = self.forward(cache, tokens, places, mask, 0, ())[0].double()
-        expected: Tensor = self.module(input_ids=tokens[None], use_cache=False).logits[0].double()
+        positions = torch.arange(len(tokens))
+        mask = causal_mask(positions, len(tokens), torch.float32)
+        cache = self.new_cache(len(tokens), counts_positions=False).at(positions, len(tokens))
+        logits, _ = self.forward(cache, tokens, positions, mask, 0, ())
+        expected: Tensor = self.module(input_ids=tokens[None], use_cache=False).logits[0]
+        expected, logits = expected.double(), logits.double()
+        # centred, because a softmax does not depend on the mean
         expected, logits = (x - x.mean(-1, keepdim=True) for x in (expected, logits))
         error = float((logits - expected).norm() / expected.norm())
         bound = max(MAX_ERROR.get(f, MAX_ROUNDED_ERROR) for f in self.weights.formats())
-        return (
-            ""
-            if error < bound
-            else f"a compiled pass gave other logits (relative error {error:.2g})"
-        )
+        if error < bound:
+            return ""
+        return f"a compiled pass gave other logits (relative error {error:.2g})"
 
 
-def needed_bytes(module: Any) -> int:
-    """Bytes of a packed copy."""
+def needed_bytes(module: torch.nn.Module) -> int:
+    """Bytes of a packed copy of a module's weights."""
     return sum(parameter.nbytes for parameter in module.parameters())

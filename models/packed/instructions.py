@@ -16,105 +16,105 @@ from sequoia_plan.models.packed.features import BYTE, FEATURES, HALF_WORD, WORD
 from sequoia_plan.models.packed.formats import QUAD
 from sequoia_plan.models.packed.vectors import Emitter
 
-SIGNS = -0x7F7F7F80
-"""The upper bit of each byte of a word."""
+SIGNS = -0x7F7F7F80  # the upper bit of each byte of a word
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """A kind of processor: vectors of `lanes` words, of `needs`, features as LLVM names them.
+    """A kind of processor, and the functions that emit its instructions for a tile's products.
 
-    Its functions emit code with a `vectors.Emitter`. `pieces` vectors of outputs have their weights
-    of a group, and `float_rows` rows their sums of a tile, in registers at once. `add_up(emit,
-    weights, bits, numbers, start)` adds up products: vectors of words of weights, each as
-    `prepare(emit, weights, bits)` returns it, by the signed bytes at the address `numbers`, the
-    first four by the first weights, and so on. The int32 at the address `start` is 128 times the
-    sum of these bytes. `look_up(emit, words, table)`: of each byte, what a table of 16 has.
+    `add_up(emit, weights, bits, numbers, start)` gives the int32 sum of products for each output.
+    A vector of `weights` has a word for each output, four unsigned bytes (of so many bits) for four
+    inputs, as `prepare(emit, vector, bits)` returns it. They are multiplied by the signed bytes at
+    the address `numbers`; for kinds that take weights less 128, the int32 at `start` is 128 times
+    the sum of these bytes. `look_up(emit, words, table)`: of each byte, its entry in a table of 16.
     """
 
     name: str
-    lanes: int
-    pieces: int
-    float_rows: int
-    needs: tuple[str, ...]
+    lanes: int  # 32-bit words of a vector
+    pieces: int  # vectors of outputs whose weights of a group are in registers at once
+    float_rows: int  # rows whose sums, by a tile of floats, are in registers at once
+    needs: tuple[str, ...]  # features, as LLVM names them
     add_up: Callable[[Emitter, Sequence[Any], int, Value, Value], Value]
     look_up: Callable[[Emitter, Value, Sequence[int]], Value]
-    prepare: Callable[[Emitter, Value, int], Any] = lambda emit, weights, bits: weights
+    prepare: Callable[[Emitter, Value, int], Any] = lambda emit, word, bits: word
 
 
-def _fours(emit: Emitter, numbers: Value, count: int) -> list[Value]:
-    """Four bytes after the other, each four in all lanes."""
-    return [emit.load_splat(emit.at(numbers, QUAD * place), WORD) for place in range(count)]
+def _splat_quads(emit: Emitter, numbers: Value, count: int) -> list[Value]:
+    """Load `count` words of four bytes each; each is a vector that has its word in all lanes."""
+    return [emit.load_splat(emit.at(numbers, QUAD * index), WORD) for index in range(count)]
 
 
-def _four_of_a_vector(emit: Emitter, numbers: Value, count: int) -> list[Value]:
-    """The same from one load: NEON multiplies by a lane of a vector."""
+def _shuffled_quads(emit: Emitter, numbers: Value, count: int) -> list[Value]:
+    """The same from one load, which LLVM turns into NEON's products by a lane of a vector."""
     words = emit.load(numbers, ir.VectorType(WORD, count), align=4)
     kind = ir.VectorType(WORD, emit.lanes)
     return [
-        emit.builder.shuffle_vector(words, words, ir.Constant(kind, [place] * emit.lanes))
-        for place in range(count)
+        emit.builder.shuffle_vector(words, words, ir.Constant(kind, [index] * emit.lanes))
+        for index in range(count)
     ]
 
 
-def _as(emit: Emitter, value: Value, kind: ir.IntType) -> Value:
-    """The bits of words as a vector of bytes or half words."""
-    return emit.builder.bitcast(value, ir.VectorType(kind, 4 * emit.lanes * 8 // kind.width))
+def _as_bytes(emit: Emitter, words: Value) -> Value:
+    """The bits of a vector of words as a vector of bytes."""
+    return emit.builder.bitcast(words, ir.VectorType(BYTE, 4 * emit.lanes))
 
 
 def _add_up_vnni(
     emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
 ) -> Value:
-    """vpdpbusd adds the products of four bytes."""
+    """See `Instructions`: vpdpbusd adds the four products of a word's bytes to an int32."""
     total, name = emit.words(0), f"llvm.x86.avx512.vpdpbusd.{32 * emit.lanes}"
-    for quad, four in zip(weights, _fours(emit, numbers, len(weights)), strict=True):
-        total = emit.call(name, emit.word_vector, total, quad, four)
+    for quad, inputs in zip(weights, _splat_quads(emit, numbers, len(weights)), strict=True):
+        total = emit.call(name, emit.word_vector, total, quad, inputs)
     return total
 
 
 def _prepare_avx2(emit: Emitter, weights: Value, bits: int) -> Any:
-    """Of bytes, less 128: the sizes, and the signed ones; others as they are."""
+    """Weights of 8 bits, less 128: their sizes and the signed bytes. Others as they are."""
     if bits < 8:
         return weights
-    signed = _as(emit, emit.builder.xor(weights, emit.words(SIGNS)), BYTE)
+    signed = _as_bytes(emit, emit.builder.xor(weights, emit.words(SIGNS)))
     return emit.call(f"llvm.abs.v{4 * emit.lanes}i8", signed.type, signed, ir.IntType(1)(0)), signed
 
 
 def _add_up_avx2(
     emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
 ) -> Value:
-    """vpmaddubsw adds two products in 16 bits, which it must not exceed; vpmaddwd two of these."""
+    """See `Instructions`: vpmaddubsw adds two products in int16, vpmaddwd two of these in int32."""
     builder, sums = emit.builder, None
     total = emit.load_splat(start, WORD) if bits == 8 else None
-    # a pair is 127 times the two largest weights; sizes of bytes less 128 leave room for one
+    # the largest pair is 2 * 127 times a weight: so many pairs have room in an int16
     together = max(32767 // (254 * ((1 << bits) - 1)), 1)
-    for place, four in enumerate(_fours(emit, numbers, len(weights))):
-        quad, numbers = weights[place], _as(emit, four, BYTE)
-        if bits == 8:
-            quad, signed = quad
-            numbers = emit.call("llvm.x86.avx2.psign.b", numbers.type, numbers, signed)
-        halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)
-        products = emit.call("llvm.x86.avx2.pmadd.ub.sw", halves, _as(emit, quad, BYTE), numbers)
+    halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)
+    ones = ir.Constant(halves, [1] * halves.count)
+    for index, inputs in enumerate(_splat_quads(emit, numbers, len(weights))):
+        quad, signed_inputs = weights[index], _as_bytes(emit, inputs)
+        if bits == 8:  # two products would exceed int16: sizes of weights less 128 do not
+            quad, signs = quad
+            name, kind = "llvm.x86.avx2.psign.b", signed_inputs.type
+            signed_inputs = emit.call(name, kind, signed_inputs, signs)
+        pair = _as_bytes(emit, quad), signed_inputs
+        products = emit.call("llvm.x86.avx2.pmadd.ub.sw", halves, *pair)
         sums = products if sums is None else builder.add(sums, products)
-        if (place + 1) % together == 0 or place + 1 == len(weights):
-            ones = ir.Constant(halves, [1] * halves.count)
+        if (index + 1) % together == 0 or index + 1 == len(weights):
             words = emit.call("llvm.x86.avx2.pmadd.wd", emit.word_vector, sums, ones)
             total, sums = words if total is None else builder.add(total, words), None
     return total
 
 
 def _prepare_signed(emit: Emitter, weights: Value, bits: int) -> Any:
-    """Weights less 128."""
+    """Unsigned bytes less 128, as signed bytes."""
     return emit.builder.xor(weights, emit.words(SIGNS))
 
 
 def _add_up_neon(
     name: str, emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
 ) -> Value:
-    """`sdot`, of weights less 128, or `usdot` adds the products of four bytes."""
+    """See `Instructions`: `usdot`, or `sdot` of weights less 128, adds four products of bytes."""
     total = emit.load_splat(start, WORD) if name == "sdot" else emit.words(0)
-    for quad, four in zip(weights, _four_of_a_vector(emit, numbers, len(weights)), strict=True):
-        pair = _as(emit, quad, BYTE), _as(emit, four, BYTE)
+    for quad, inputs in zip(weights, _shuffled_quads(emit, numbers, len(weights)), strict=True):
+        pair = _as_bytes(emit, quad), _as_bytes(emit, inputs)
         total = emit.call(f"llvm.aarch64.neon.{name}.v4i32.v16i8", emit.word_vector, total, *pair)
     return total
 
@@ -122,22 +122,22 @@ def _add_up_neon(
 def _add_up_anywhere(
     emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
 ) -> Value:
-    """Byte by byte, with what every processor has."""
+    """See `Instructions`: byte by byte, with instructions that every processor has."""
     builder, total = emit.builder, emit.words(0)
-    for quad, four in zip(weights, _fours(emit, numbers, len(weights)), strict=True):
+    for quad, inputs in zip(weights, _splat_quads(emit, numbers, len(weights)), strict=True):
         for byte in range(QUAD):
             weight = builder.and_(builder.lshr(quad, emit.words(8 * byte)), emit.words(255))
-            number = builder.shl(four, emit.words(24 - 8 * byte))
-            number = builder.ashr(number, emit.words(24))
+            number = builder.shl(inputs, emit.words(24 - 8 * byte))
+            number = builder.ashr(number, emit.words(24))  # with its sign
             total = builder.add(total, builder.mul(weight, number))
     return total
 
 
 def _look_up_with(name: str) -> Callable[[Emitter, Value, Sequence[int]], Value]:
-    """An instruction that has a table of 16 bytes for each 16 indices."""
+    """`look_up` by LLVM's instruction of this name, which has a table for each 16 bytes."""
 
     def look_up(emit: Emitter, words: Value, table: Sequence[int]) -> Value:
-        indices = _as(emit, words, BYTE)
+        indices = _as_bytes(emit, words)
         entries = ir.Constant(indices.type, [*table] * (indices.type.count // len(table)))
         values = emit.call(name, indices.type, entries, indices)
         return emit.builder.bitcast(values, emit.word_vector)
@@ -146,15 +146,15 @@ def _look_up_with(name: str) -> Callable[[Emitter, Value, Sequence[int]], Value]
 
 
 def _look_up_anywhere(emit: Emitter, words: Value, table: Sequence[int]) -> Value:
-    """Each bit chooses between halves of what is left."""
-    builder, indices = emit.builder, _as(emit, words, BYTE)
+    """`look_up` by selection: each bit of the bytes chooses between the entries that are left."""
+    builder, indices = emit.builder, _as_bytes(emit, words)
 
     def constant(value: int) -> Value:
         return ir.Constant(indices.type, [value] * indices.type.count)
 
     entries = [constant(value) for value in table]
-    for place in map(constant, (1, 2, 4, 8)):
-        is_set = builder.icmp_unsigned("==", builder.and_(indices, place), place)
+    for bit in map(constant, (1, 2, 4, 8)):
+        is_set = builder.icmp_unsigned("==", builder.and_(indices, bit), bit)
         pairs = zip(entries[::2], entries[1::2], strict=True)
         entries = [builder.select(is_set, odd, even) for even, odd in pairs]
     return builder.bitcast(entries[0], emit.word_vector)

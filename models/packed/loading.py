@@ -13,9 +13,9 @@ from sequoia_plan.models.packed.weights import Storage
 
 
 def load_packed(files: ModelFiles, how: Loading, *, streams: bool = False) -> tuple[Any, str]:
-    """The backend of a model's files; None, and why it cannot be packed.
+    """The backend that runs a model's files packed, and ""; or None, and why there is none.
 
-    `streams`: a target that is streamed from its packed file.
+    With `streams` it is a `StreamedFile`, whose layers are still to be loaded.
     """
     config, dtype, empty = files.config, how.torch_dtype, empty_module(files.config)
     if reason := why_not(config, empty):

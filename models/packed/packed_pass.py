@@ -27,7 +27,10 @@ NOTHING, NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
 class Workers:
-    """Threads that run the parts of a pass. Each set of workers has its own."""
+    """Threads that share the work of a pass: the caller's, and `count` - 1 of a pool.
+
+    `counter` is what `workers.wait` and `workers.take` count in.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -42,7 +45,7 @@ class Workers:
         return Workers, (self.count,)
 
     def run(self, function: Any, *arguments: Any) -> None:
-        """Call a function once in each thread: with its number, their count, and `counter`."""
+        """Call function(worker, count, address of `counter`, *arguments) once in each thread."""
         self.counter[:] = 0
         address = self.counter.ctypes.data
         others: list[Future[None]] = []
@@ -75,11 +78,11 @@ class PackedCache(TreeCache):
     ) -> None:  # fmt: skip
         super().__init__(0, capacity, counts_positions=counts_positions)
         self.clear()
-        slots, n = round_up(capacity, BLOCK), WORD_BYTES // dtype.itemsize
-        shape = (layers, heads, slots // n, head_dim, 2)
+        slots, per_word = round_up(capacity, BLOCK), WORD_BYTES // dtype.itemsize
+        shape = (layers, heads, slots // per_word, head_dim, 2)
         try:
             self.keys = aligned_zeros(
-                (layers, heads, slots // BLOCK, head_dim // n, BLOCK, 2), np.uint16
+                (layers, heads, slots // BLOCK, head_dim // per_word, BLOCK, 2), np.uint16
             )
             self.values = aligned_zeros(shape, np.uint16)
         except MemoryError as error:
@@ -106,26 +109,30 @@ class PackedCache(TreeCache):
 
 
 @compiled
-def move_slots(keys: Any, values: Any, slots: Any, start: int) -> None:
-    """Move entries to the slots from `start` on, in ascending order."""
-    n = values.shape[3] // keys.shape[3]
-    for place in range(slots.shape[0]):
-        source, target = slots[place], start + place
+def move_slots(keys, values, slots, start):
+    """Move the entries of `slots`, int64 [k], which ascend, to the slots start, start + 1, ...
+
+    `keys` and `values`: see `forward.Reader`.
+    """
+    per_word = values.shape[3] // keys.shape[3]
+    for index in range(slots.shape[0]):
+        source, target = slots[index], start + index
         if source == target:
             continue
         for layer in range(keys.shape[0]):
             for head in range(keys.shape[1]):
                 key, value = keys[layer, head], values[layer, head]
                 old, new = key[source // BLOCK], key[target // BLOCK]
-                old_value, new_value = value[source // n], value[target // n]
+                old_value, new_value = value[source // per_word], value[target // per_word]
                 for half in range(2):
                     copy(old[:, source % BLOCK, half], new[:, target % BLOCK, half])
-                    if half >= n - 1:
-                        copy(old_value[:, half - source % n], new_value[:, half - target % n])
+                    if half >= per_word - 1:  # of two slots in a word, each has one half
+                        old_half, new_half = half - source % per_word, half - target % per_word
+                        copy(old_value[:, old_half], new_value[:, new_half])
 
 
 class PackedPass:
-    """Runs packed layers over rows. Its scratch memory lets one pass run at a time.
+    """Runs packed layers over rows (tokens). Its scratch memory lets one pass run at a time.
 
     `streamed_layers` are those whose weights `stream` brings in every pass; the head's parts count
     as layers. `dtype` is the cache's; `rotary` float32 [positions, 2, head_dim / 2], cosines and
@@ -160,9 +167,10 @@ class PackedPass:
         slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int,
         layers: Sequence[int], first: NDArray[np.float32] = NO_ROWS,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """One pass over rows: their logits, and hidden states after so many `layers` (-1: normed).
+        """One pass over rows: logits, and the hidden states after each of `layers` (-1: normed).
 
-        `x` float32 [rows, width]; `visible` and `first`: see `Reader`. Returns float32 [rows to
+        `x` float32 [rows, width], embeddings; `visible` bool [rows, extent]; `first`: what the
+        first layer attends to instead of the normed `x` (see `Reader`). Returns float32 [rows to
         keep, vocabulary] and [rows, states * width], and notes in the cache if a logit is not
         finite.
         """
@@ -188,14 +196,17 @@ class PackedPass:
         return torch.from_numpy(logits), states
 
     def run(self, cache: PackedCache, *arguments: Any) -> None:
-        """A pass, after the one that waits for it, each layer of both as its weights arrive."""
+        """Run a pass; `arguments` are those of `forward` from `reader` to `kept`.
+
+        One that waits in the cache runs along, first in each layer: weights are streamed once.
+        """
         passes, cache.waiting = [*cache.waiting, arguments], []
         for layers in self.layer_ranges():
             for others in passes:
                 self.workers.run(forward, 1, *others, *layers)
 
     def layer_ranges(self) -> Iterator[tuple[int, int]]:
-        """Ranges of layers and parts of the head, each in memory when it is yielded."""
+        """Ranges of layers (the head's parts follow them), each in memory when it is yielded."""
         start, num_layers = 0, len(self.model.matrices) + len(self.model.head)
         for number, layer in enumerate(self.streamed if self.stream else ()):
             assert self.stream
@@ -209,7 +220,7 @@ class PackedPass:
             yield start, num_layers
 
     def new_reader(
-        self, cache: Any, workers: int, kept: int, layers: Sequence[int], vocabulary: int,
+        self, cache: PackedCache, workers: int, kept: int, layers: Sequence[int], vocabulary: int,
         **others: Any,
     ) -> Reader:  # fmt: skip
         """What passes read, with memory for logits of `kept` rows and for hidden states.
@@ -226,16 +237,16 @@ class PackedPass:
         )  # fmt: skip
 
     def reserve_rotary(self, positions: int) -> None:
-        """Provide rotary embeddings of so many positions."""
+        """Let `rotary` have at least so many positions."""
         if len(self.rotary) < positions:
-            places, half = torch.arange(positions)[None], self.model.head_dim // 2
+            numbers, half = torch.arange(positions)[None], self.model.head_dim // 2
             like = torch.zeros(1, dtype=torch.float32)
-            cosines, sines = self.rotary_embedding(like, places)
+            cosines, sines = self.rotary_embedding(like, numbers)
             table = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1)
             self.rotary = table.contiguous().numpy()
 
     def _reserve(self, rows: int, slots: int) -> None:
-        """Provide scratch memory for so many rows and slots; what is large enough is used again."""
+        """Let `scratch` have room for so many rows and slots; it only grows."""
         if rows <= self.scratch_rows and slots <= self.scratch_slots:
             return
         self.scratch_rows = rows = max(rows, self.scratch_rows)
@@ -243,7 +254,7 @@ class PackedPass:
         self.scratch = self.new_scratch(self.workers.count, rows, slots)
 
     def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[Any]]:
-        """Memory for passes of so many workers, rows and slots: fields of a `Reader`."""
+        """Memory for passes of so many workers, rows and slots: fields of a `Reader`, by name."""
         model = self.model
         widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[0, ROW_BYTES]))
         own, inner = (workers, rows, self.padded_width), (rows, self.inner_width)

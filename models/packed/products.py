@@ -16,32 +16,30 @@ from sequoia_plan.models.packed.formats import FORMATS, GROUP, OUTPUTS, QUAD, Fo
 from sequoia_plan.models.packed.instructions import OWN, Instructions
 from sequoia_plan.models.packed.vectors import FLOAT, LANES, Emitter, emitted
 
-CHUNK = 32
-"""Rows that are encoded side by side, and multiplied by a tile at once."""
-PAIR = 4 * OUTPUTS
-"""Bytes of the words of all outputs of a tile."""
+CHUNK = 32  # rows that are encoded side by side, and multiplied by a tile at once
+WORDS_BYTES = 4 * OUTPUTS  # bytes of one 32-bit word (or float32) for each output of a tile
 LINE = 64
-AHEAD = 9216
-"""Bytes from what is read to what is fetched."""
+AHEAD = 9216  # bytes from the weights that are read to those that are prefetched
 ENCODE_FLOATS, ENCODE_BFLOAT16, ENCODE_ROUNDED, ENCODE_INTEGERS = range(4)
 """How rows are stored: as float32, in bfloat16, as float32 rounded to it, or in 8 bits."""
 NUMBER_BYTES = (4, 2, 4, 1)
 RECORD_BYTES = (128, 64, 128, 64)
-"""Of a group of a row: its numbers, then `SCALES` to `COUNTS`."""
+"""Bytes of an encoded group of a row: its numbers; after those in 8 bits, the words below."""
 SCALES, TOTALS, TOTAL, COUNTS = 0, 2, 4, 5
-"""Places of words after the numbers: of each 16 the scale, a factor times their sum; the total; of
-each 16, 128 times the sum of the bytes, an int32."""
+"""Indices of 32-bit words after a group's int8 numbers: for each 16 of them their scale, and their
+sum times -factor (see `Encoding`); for the group, the sum of both; for each 16 of them again, 128
+times the sum of the int8 numbers, an int32. The others are float32."""
 
 
 class Encoding(NamedTuple):
-    """How rows are stored; their sums are multiplied by what `factor` weights subtract."""
+    """How rows are stored. Their sums, times -factor, are added to products by integers."""
 
-    form: int
-    factor: int = 0
+    form: int  # one of `ENCODE_...`
+    factor: int = 0  # weights: scale * (integer - factor), or scale * integer - factor * offset
 
 
 def encoding_for(format: int, kind: Instructions = OWN) -> Encoding:
-    """How a kind of processor stores the rows that a format multiplies."""
+    """How rows are stored to be multiplied by weights of a format (an index of `FORMATS`)."""
     layout = FORMATS[format]
     if not layout.is_float:
         return Encoding(ENCODE_INTEGERS, factor=layout.zero or layout.offset_sign)
@@ -51,7 +49,7 @@ def encoding_for(format: int, kind: Instructions = OWN) -> Encoding:
 
 
 def encoded_bytes(format: int, inputs: int, kind: Instructions = OWN) -> int:
-    """Bytes of a row of so many inputs as an encoder writes it."""
+    """Bytes of an encoded row of so many inputs, padded to whole groups."""
     return -(-inputs // GROUP) * RECORD_BYTES[encoding_for(format, kind).form]
 
 
@@ -60,156 +58,162 @@ def multiply_tile(
     emit: Emitter, rows: Value, num_rows: Value, tile: Value, steps: Value, results: Value,
     result_bytes: Value, format: int,
 ) -> None:  # fmt: skip
-    """See `emit_tile`, which this calls for the processor that numba compiles for."""
+    """`emit_tile` as a numba intrinsic, for the processor that numba compiles for."""
     emit_tile(emit.builder, OWN, format, rows, num_rows, tile, steps, results, result_bytes)
 
 
 def emit_tile(
-    builder: ir.IRBuilder, kind: Instructions, format: int, rows: Value, num_rows: Value,
-    tile: Value, steps: Value, results: Value, result_bytes: Value,
+    builder: ir.IRBuilder, kind: Instructions, format: int,  # an index of `FORMATS`
+    rows: Value, num_rows: Value,  # the address of encoded rows, at most `CHUNK`
+    tile: Value, steps: Value,  # its address, and how many blocks of inputs it has
+    results: Value, result_bytes: Value,  # address of float32 [OUTPUTS]; bytes to the next row's
 ) -> None:  # fmt: skip
-    """The products of up to `CHUNK` encoded rows by one tile, written to their results."""
-    emit, layout, places = Emitter(builder, kind.lanes), FORMATS[format], (rows, num_rows, tile)
+    """Emit code that writes the products of encoded rows by one tile; all values are int64."""
+    emit, layout = Emitter(builder, kind.lanes), FORMATS[format]
+    arguments = rows, num_rows, tile, steps, results, result_bytes
     if layout.is_float:
-        encoding = encoding_for(format, kind).form
-        _emit_float_tile(
-            emit, layout, encoding, kind.float_rows, *places, steps, results, result_bytes
-        )
+        _emit_float_tile(emit, layout, encoding_for(format, kind).form, kind.float_rows, *arguments)
     else:
-        _emit_integer_tile(emit, layout, kind, *places, steps, results, result_bytes)
+        _emit_integer_tile(emit, layout, kind, *arguments)
 
 
 def _emit_float_tile(
     emit: Emitter, format: Format, encoding: int, at_once: int, rows: Value, num_rows: Value,
     tile: Value, steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
-    """The sums of some rows at once, then of fewer, are in registers from the first input on."""
+    """`emit_tile` for floating-point weights. Sums of a batch of rows are in registers throughout.
+
+    A piece is a vector of outputs. Batches have `at_once` rows, those that are left have fewer.
+    """
     builder = emit.builder
-    numbers, record_bytes = format.step.shape[0], RECORD_BYTES[encoding]
-    weight_bytes, input_bytes = format.step.itemsize // numbers, GROUP // numbers
+    count = format.step.shape[0]  # inputs of a step, or pairs of them
+    record_bytes, number_bytes = RECORD_BYTES[encoding], NUMBER_BYTES[encoding]
+    weight_bytes = format.step.itemsize // count  # of all outputs
     pieces, first = range(OUTPUTS // emit.lanes), LONG(0)
-    for count in range(at_once, 0, -1):
-        batches = builder.udiv(builder.sub(num_rows, first), LONG(count))
+    for batch_rows in range(at_once, 0, -1):
+        batches = builder.udiv(builder.sub(num_rows, first), LONG(batch_rows))
         with emit.loop(batches) as batch:
-            row = emit.at(first, (batch, count))
-            sums = [emit.variables(len(pieces)) for _ in range(count)]
+            row = emit.at(first, (batch, batch_rows))
+            sums = [emit.variables(len(pieces)) for _ in range(batch_rows)]
             with emit.loop(steps) as step:
                 weights = emit.at(tile, (step, format.step.itemsize))
                 record = emit.at(
                     rows, (builder.mul(step, num_rows), record_bytes), (row, record_bytes)
                 )
-                with emit.loop(LONG(numbers)) as number:
-                    place = emit.at(weights, (number, weight_bytes))
-                    emit.prefetch(emit.at(place, AHEAD), weight_bytes)
-                    address = emit.at(record, (number, input_bytes * NUMBER_BYTES[encoding]))
+                with emit.loop(LONG(count)) as index:
+                    vectors = emit.at(weights, (index, weight_bytes))
+                    emit.prefetch(emit.at(vectors, AHEAD), weight_bytes)
+                    numbers = emit.at(record, (index, GROUP // count * number_bytes))
                     for piece in pieces:
-                        at = emit.at(place, weight_bytes // len(pieces) * piece)
-                        for vector, byte in _emit_numbers(emit, format, encoding, at):
+                        address = emit.at(vectors, weight_bytes // len(pieces) * piece)
+                        for vector, byte in _emit_weights(emit, format, encoding, address):
                             number_kind = WORD if encoding == ENCODE_BFLOAT16 else FLOAT
                             for r, variables in enumerate(sums):
-                                splat = emit.load_splat(
-                                    emit.at(address, record_bytes * r + byte), number_kind
+                                number = emit.load_splat(
+                                    emit.at(numbers, record_bytes * r + byte), number_kind
                                 )
-                                emit.add_product(vector, splat, variables[piece])
+                                emit.add_product(vector, number, variables[piece])
             for r, variables in enumerate(sums):
                 target = emit.at(results, builder.mul(emit.at(row, r), result_bytes))
                 for piece in pieces:
                     value = builder.load(variables[piece])
                     emit.store(value, emit.at(target, 4 * emit.lanes * piece))
-        first = emit.at(first, (batches, count))
+        first = emit.at(first, (batches, batch_rows))
 
 
-def _emit_numbers(
+def _emit_weights(
     emit: Emitter, format: Format, encoding: int, address: Value
 ) -> list[tuple[Value, int]]:
-    """Vectors of weights and the places of their inputs; of pairs, the upper numbers first."""
+    """Vectors of weights of an input, or a pair, each with the byte where its number begins."""
     if format.name != "BF16":
         return [(emit.floats(address, f"float{8 * format.block_bytes}"), 0)]
     pairs = emit.load(address, emit.word_vector)
     if encoding == ENCODE_BFLOAT16:
-        return [(pairs, 0)]
-    return list(zip(emit.halves(pairs), (4, 0), strict=True))
+        return [(pairs, 0)]  # one instruction multiplies both
+    return list(zip(emit.halves(pairs), (4, 0), strict=True))  # the upper one is the second input
 
 
 def _emit_integer_tile(
     emit: Emitter, format: Format, kind: Instructions, rows: Value, num_rows: Value, tile: Value,
     steps: Value, results: Value, result_bytes: Value,
 ) -> None:  # fmt: skip
-    """All rows use a group of weights; their sums are in memory between two groups.
+    """`emit_tile` for weights that are integers; sums are in memory between two groups.
 
-        for each block of inputs, each part of the tile's outputs, each group of the block:
+        for each block of inputs, each share of the tile's outputs, each group of the block:
             load the group's weights, and their scales, for these outputs into registers
             for each row: total += scale * (sum of products) - offset * (sum of the row's group)
 
-    `totals`: float32 [rows, outputs of a tile]. A part has the outputs of `at_once` bytes of words.
+    `totals`: float32 [rows, outputs of a tile]. A share's weights fit in registers.
     """
     builder, groups = emit.builder, format.block // GROUP
     totals = emit.memory(CHUNK * OUTPUTS // LANES)
-    vectors = range(0, PAIR, 4 * emit.lanes)
+    vector_starts = range(0, WORDS_BYTES, 4 * emit.lanes)
     with emit.loop(num_rows) as row:
-        for vector in vectors:
-            emit.store(emit.numbers(0.0), emit.at(totals, (row, PAIR), vector), align=4)
-    record_bytes = builder.mul(num_rows, LONG(RECORD_BYTES[ENCODE_INTEGERS]))
-    at_once = 4 * emit.lanes * kind.pieces
+        for start in vector_starts:
+            emit.store(emit.numbers(0.0), emit.at(totals, (row, WORDS_BYTES), start), align=4)
+    group_bytes = builder.mul(num_rows, LONG(RECORD_BYTES[ENCODE_INTEGERS]))
+    at_once = emit.lanes * kind.pieces
     with emit.loop(steps) as step:
         block = emit.at(tile, (step, format.step.itemsize))
-        first = emit.at(rows, builder.mul(builder.mul(step, LONG(groups)), record_bytes))
-        records = [emit.at(first, (record_bytes, group)) for group in range(groups)]
-        with emit.loop(LONG(PAIR // at_once)) as part:
-            outputs = builder.mul(part, LONG(at_once // 4))
-            lines = -(-format.step.itemsize * at_once // PAIR // LINE)
-            fetched = emit.at(block, AHEAD, (part, lines * LINE))
+        first = emit.at(rows, builder.mul(builder.mul(step, LONG(groups)), group_bytes))
+        records = [emit.at(first, (group_bytes, group)) for group in range(groups)]
+        with emit.loop(LONG(OUTPUTS // at_once)) as share:
+            first_output = builder.mul(share, LONG(at_once))
+            lines = -(-format.step.itemsize * at_once // OUTPUTS // LINE)
+            fetched = emit.at(block, AHEAD, (share, lines * LINE))
             _emit_integer_step(
-                emit, format, kind, block, outputs, records, num_rows, totals, fetched,
-                lines,
-            )  # fmt: skip
+                emit, format, kind, block, first_output, records, num_rows, totals, fetched, lines
+            )
     with emit.loop(num_rows) as row:
         target = emit.at(results, builder.mul(row, result_bytes))
-        for vector in vectors:
-            total = emit.load(emit.at(totals, (row, PAIR), vector), emit.float_vector)
-            emit.store(total, emit.at(target, vector))
+        for start in vector_starts:
+            total = emit.load(emit.at(totals, (row, WORDS_BYTES), start), emit.float_vector)
+            emit.store(total, emit.at(target, start))
 
 
 def _emit_integer_step(
-    emit: Emitter, format: Format, kind: Instructions, block: Value, outputs: Value,
-    records: list[Value], num_rows: Value, totals: Value, fetched: Value, lines: int,
+    emit: Emitter, format: Format, kind: Instructions,
+    block: Value, first_output: Value,  # the address of the block's weights, and where to begin
+    records: list[Value], num_rows: Value,  # of each group of inputs, the address of rows' numbers
+    totals: Value, fetched: Value, lines: int,  # addresses; cache lines to prefetch on the way
 ) -> None:  # fmt: skip
-    """Add scale * (products of integers) - offset * (sum of the row's group) of some outputs.
-
-    A block's weights are at `block`; `lines` from `fetched` on are asked for on the way.
-    """
+    """Add one block's products to the rows' totals for `kind.pieces` vectors of outputs."""
     fields: Any = format.step.fields
-    pieces = [emit.at(outputs, emit.lanes * piece) for piece in range(kind.pieces)]
-    factors = [_emit_factors(emit, format, block, output) for output in pieces]
+    outputs = [emit.at(first_output, emit.lanes * piece) for piece in range(kind.pieces)]
+    factors = [_emit_factors(emit, format, block, output) for output in outputs]
     scales = [
         _emit_planes(
             emit, emit.at(block, fields["scales"][1], (output, QUAD)), format.scale_planes,
             format.num_scales // QUAD,
-        ) for output in pieces
+        ) for output in outputs
     ]  # fmt: skip
-    weights, group_bytes = emit.at(block, fields["weights"][1]), PAIR * format.bits
-    parts, bits = GROUP // format.group, 8 if format.values else format.bits
+    weights, group_bytes = emit.at(block, fields["weights"][1]), WORDS_BYTES * format.bits
+    num_scales = GROUP // format.group  # of a group of inputs
+    bits = 8 if format.values else format.bits  # a table's values take a byte
     for group, record in enumerate(records):
-        first, end = (lines * place // len(records) for place in (group, group + 1))
+        first, end = (lines * number // len(records) for number in (group, group + 1))
         emit.prefetch(emit.at(fetched, first * LINE), (end - first) * LINE)
-        numbers = range(group * parts, (group + 1) * parts)
-        quads, by_piece = [], []
-        for piece, output in enumerate(pieces):
+        numbers = range(group * num_scales, (group + 1) * num_scales)
+        weights_by_piece, scales_by_piece = [], []
+        for piece, output in enumerate(outputs):
             address = emit.at(weights, group_bytes * group, (output, QUAD))
-            vectors = _emit_planes(emit, address, format.planes, GROUP // QUAD)
+            quads = _emit_planes(emit, address, format.planes, GROUP // QUAD)
             if format.values:
-                vectors = [kind.look_up(emit, x, format.values) for x in vectors]
-            quads.append([kind.prepare(emit, vector, bits) for vector in vectors])
-            by_piece.append(_emit_scales(emit, format, factors[piece], scales[piece], numbers))
+                quads = [kind.look_up(emit, quad, format.values) for quad in quads]
+            weights_by_piece.append([kind.prepare(emit, quad, bits) for quad in quads])
+            scales_by_piece.append(
+                _emit_scales(emit, format, factors[piece], scales[piece], numbers)
+            )
         with emit.loop(num_rows) as row:
+            row_record = emit.at(record, (row, RECORD_BYTES[ENCODE_INTEGERS]))
+            row_totals = [emit.at(totals, (row, WORDS_BYTES), (output, 4)) for output in outputs]
             _emit_integer_row(
-                emit, kind, bits, emit.at(record, (row, RECORD_BYTES[ENCODE_INTEGERS])),
-                quads, by_piece, [emit.at(totals, (row, PAIR), (output, 4)) for output in pieces],
-            )  # fmt: skip
+                emit, kind, bits, row_record, weights_by_piece, scales_by_piece, row_totals
+            )
 
 
 def _emit_factors(emit: Emitter, format: Format, block: Value, output: Value) -> list[Value]:
-    """The factors of a block, float32 [lanes] each, of the outputs from `output` on."""
+    """A block's scale, and its offset if the format has one, of `lanes` outputs from one on."""
     builder, size = emit.builder, format.step["factors"].shape[2]
     if size == 1:  # 2 to the power of byte - 131, whose exponent field is byte - 4
         exponents = emit.load(emit.at(block, output), ir.VectorType(BYTE, emit.lanes))
@@ -219,22 +223,22 @@ def _emit_factors(emit: Emitter, format: Format, block: Value, output: Value) ->
         exponents = emit.call(name, emit.word_vector, exponents, emit.words(0))
         return [builder.bitcast(builder.shl(exponents, emit.words(23)), emit.float_vector)]
     return [
-        emit.floats(emit.at(block, size * OUTPUTS * place, (output, size)), "float16")
-        for place in range(len(format.factors))
+        emit.floats(emit.at(block, size * OUTPUTS * number, (output, size)), "float16")
+        for number in range(len(format.factors))
     ]
 
 
 def _emit_scales(
     emit: Emitter, format: Format, factors: list[Value], scales: list[Value], groups: range
 ) -> list[list[Value]]:
-    """Of some groups of a block, [scale] or [scale, offset] as float32 vectors."""
-    if not scales:
+    """[scale] or [scale, offset], float32 vectors of outputs, of some groups of a block."""
+    if not scales:  # the block's own are those of all its groups
         return [factors] * len(groups)
     builder, results = emit.builder, []
     for group in groups:
         vectors = []
-        for part, factor in enumerate(factors):
-            number = group + part * format.num_scales // 2
+        for is_offset, factor in enumerate(factors):
+            number = group + is_offset * format.num_scales // 2  # of a byte; a word has four
             shifted = builder.lshr(scales[number // QUAD], emit.words(8 * (number % QUAD)))
             integers = builder.and_(shifted, emit.words(255))
             integers = builder.sitofp(integers, emit.float_vector)
@@ -247,20 +251,20 @@ def _emit_scales(
 
 
 def _emit_planes(emit: Emitter, address: Value, planes: tuple[int, ...], quads: int) -> list[Value]:
-    """Integers from their planes (see `Format.step`): a vector of words for each quad."""
-    builder, low = emit.builder, 0
-    results: list[Any] = [None] * quads
-    halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)
+    """For each quad, a vector of words whose bytes are its integers (see `Format.step`)."""
+    builder, low = emit.builder, 0  # bits of the planes before
+    results: list[Value | None] = [None] * quads
+    halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)  # no processor shifts bytes
     for bits in planes:
         vectors = quads * bits // 8
         for vector in range(vectors):
-            loaded = emit.load(emit.at(address, PAIR * vector), halves)
+            loaded = emit.load(emit.at(address, WORDS_BYTES * vector), halves)
             for field in range(8 // bits):
-                by = low - bits * field
-                places = ir.Constant(halves, [abs(by)] * halves.count)
+                left = low - bits * field
+                distance = ir.Constant(halves, [abs(left)] * halves.count)
                 moved = loaded
-                if by:
-                    moved = (builder.shl if by > 0 else builder.lshr)(loaded, places)
+                if left:
+                    moved = (builder.shl if left > 0 else builder.lshr)(loaded, distance)
                 mask = ((1 << bits) - 1) << low
                 if mask != 255:
                     moved = builder.and_(moved, ir.Constant(halves, [mask * 257] * halves.count))
@@ -268,35 +272,38 @@ def _emit_planes(emit: Emitter, address: Value, planes: tuple[int, ...], quads: 
                 moved = builder.bitcast(moved, emit.word_vector)
                 joined = results[quad]
                 results[quad] = moved if joined is None else builder.or_(joined, moved)
-        address, low = emit.at(address, PAIR * vectors), low + bits
+        address, low = emit.at(address, WORDS_BYTES * vectors), low + bits
     return results
 
 
 def _emit_integer_row(
-    emit: Emitter, kind: Instructions, bits: int, record: Value, quads: list[list[Value]],
-    scales: list[Value], totals: list[Value],
+    emit: Emitter, kind: Instructions, bits: int,  # of a weight
+    record: Value,  # the address of the row's int8 numbers, and their words `SCALES` to `COUNTS`
+    weights: list[list[Value]],  # for each vector of outputs, those of each quad of inputs
+    scales: list[list[list[Value]]],  # for each, and one or two halves: [scale] or [scale, offset]
+    totals: list[Value],  # for each, the address of its sums
 ) -> None:  # fmt: skip
-    """Add one row's products by a group of some pieces of a tile to its totals."""
-    builder, parts, num_scales = emit.builder, range(GROUP // LANES), len(scales[0])
-    words = [emit.at(record, GROUP + 4 * place) for place in range(COUNTS + len(parts))]
+    """Add one row's products by one group of inputs to its totals for some vectors of outputs."""
+    builder, halves, num_scales = emit.builder, range(GROUP // LANES), len(scales[0])
+    words = [emit.at(record, GROUP + 4 * index) for index in range(COUNTS + len(halves))]
     numbers = [emit.load_splat(word, FLOAT) for word in words[: TOTAL + 1]]
-    sums = [
+    sums = [  # of 16 inputs, which have a scale of the row
         [
             builder.sitofp(
                 kind.add_up(
-                    emit, vectors[part * LANES // QUAD : (part + 1) * LANES // QUAD], bits,
-                    emit.at(record, LANES * part), words[COUNTS + part],
+                    emit, quads[half * LANES // QUAD : (half + 1) * LANES // QUAD], bits,
+                    emit.at(record, LANES * half), words[COUNTS + half],
                 ), emit.float_vector,
-            ) for part in parts
-        ] for vectors in quads
+            ) for half in halves
+        ] for quads in weights
     ]  # fmt: skip
     for piece, address in enumerate(totals):
         result = emit.load(address, emit.float_vector, 4)
-        for place, (scale, *offset) in enumerate(scales[piece]):
-            row_total = numbers[TOTAL if num_scales == 1 else TOTALS + place]
+        for index, (scale, *offset) in enumerate(scales[piece]):
+            row_total = numbers[TOTAL if num_scales == 1 else TOTALS + index]
             products = None if offset else row_total
-            for part in parts[place::num_scales]:
-                factors = sums[piece][part], numbers[SCALES + part]
+            for half in halves[index::num_scales]:
+                factors = sums[piece][half], numbers[SCALES + half]
                 products = emit.fma(*factors, products) if products else builder.fmul(*factors)
             result = emit.fma(scale, products, result)
             if offset:
@@ -306,17 +313,17 @@ def _emit_integer_row(
 
 @functools.cache
 def multiplier(format: int) -> Any:
-    """A compiled function that multiplies encoded rows by some tiles of a matrix of a format."""
+    """A compiled function: `emit_tile` for any number of encoded rows and tiles side by side."""
     groups = max(FORMATS[format].block // GROUP, 1)
     step_bytes = groups * RECORD_BYTES[encoding_for(format).form]
 
     @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
     def multiply(rows, num_rows, tiles, num_tiles, tile_bytes, steps, results, result_bytes):
         for first in range(0, num_rows, CHUNK):
-            x, y = rows + first * steps * step_bytes, results + first * result_bytes
-            left = min(num_rows - first, CHUNK)
-            for tile in range(num_tiles):
-                w = tiles + tile * tile_bytes
-                multiply_tile(x, left, w, steps, y + PAIR * tile, result_bytes, format)
+            chunk, target = rows + first * steps * step_bytes, results + first * result_bytes
+            count = min(num_rows - first, CHUNK)
+            for number in range(num_tiles):
+                tile, products = tiles + number * tile_bytes, target + WORDS_BYTES * number
+                multiply_tile(chunk, count, tile, steps, products, result_bytes, format)
 
     return multiply

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.ir import Value
 from numba import from_dtype, njit, types
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, lower_getattr_generic, models, register_model, unbox
@@ -16,21 +17,24 @@ from sequoia_plan.models.packed.features import LONG
 
 
 def compiled(function: Any, **flags: Any) -> Any:
-    """Compile a function, and keep the code while no source beside it or this one changes."""
+    """Compile a function with numba, and keep its code on disk.
+
+    It is compiled again when a source file changes in this folder or in the function's.
+    """
     compiled = njit(nogil=True, cache=True, error_model="numpy", **flags)(function)
     folders = {dirname(__file__), dirname(function.__code__.co_filename)}
     return follow_sources(compiled, *sorted(folders))  # sets have another order in each process
 
 
 @functools.cache
-def kind_of(dtype: Any, ndim: int) -> types.Type:
-    """The type of a contiguous array, or of a number."""
+def kind_of(dtype: np.dtype[Any], ndim: int) -> types.Type:
+    """numba's type of a contiguous array, or of a number if `ndim` is 0."""
     kind = from_dtype(dtype)
     return types.Array(kind, ndim, "C") if ndim else kind
 
 
 class RecordType(types.Type):
-    """The type of a record. `fields`: the type of each, and its place among the record's words."""
+    """numba's type of a `Record`. `fields`: the type of each, and the index of its first word."""
 
     bitwidth = 64
 
@@ -46,8 +50,9 @@ class RecordType(types.Type):
 class Record:
     """Contiguous arrays, numbers and other records by name; entries of the arrays may change.
 
-    `words` has of each field an array's address and shape, a number's bits, or a record's address.
-    Fields keep the memory alive, so an array must be given as one, not as a list.
+    Compiled code gets the address of `words`, int64, which has for each field, by name, an array's
+    address and shape, a number's bits, or a record's address. `fields` keep the memory alive, so an
+    array must be given as one, not as a list.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -81,11 +86,11 @@ register_model(RecordType)(models.IntegerModel)  # an address
 
 
 @unbox(RecordType)
-def _address_of(kind: Any, record: Any, c: Any) -> NativeValue:
-    """A record's address."""
-    address = c.pyapi.object_getattr_string(record, "address")
-    value = c.pyapi.long_as_longlong(address)
-    c.pyapi.decref(address)
+def _address_of(kind: RecordType, record: Value, boxing: Any) -> NativeValue:
+    """Emit how compiled code gets a record that Python passes to it: as its address."""
+    address = boxing.pyapi.object_getattr_string(record, "address")
+    value = boxing.pyapi.long_as_longlong(address)
+    boxing.pyapi.decref(address)
     return NativeValue(value)
 
 
@@ -93,18 +98,22 @@ def _address_of(kind: Any, record: Any, c: Any) -> NativeValue:
 class _Fields(AttributeTemplate):
     key = RecordType
 
-    def generic_resolve(self, record: Any, name: str) -> Any:
-        return record.fields.get(name, (None,))[0]
+    def generic_resolve(self, record: RecordType, name: str) -> types.Type | None:
+        kind, _ = record.fields.get(name, (None, 0))
+        return kind
 
 
 @lower_getattr_generic(RecordType)
-def _read_field(context: Any, builder: Any, record: Any, address: Any, name: str) -> Any:
-    """Read a field, which LLVM may do once: a record does not change."""
-    kind, place = record.fields[name]
+def _read_field(
+    context: Any, builder: ir.IRBuilder, record: RecordType, address: Value, name: str
+) -> Value:
+    """Emit the reading of a field from the words of the record at an address."""
+    kind, first = record.fields[name]
 
-    def word(number: int, of: ir.Type = LONG) -> Any:
-        at = builder.add(address, LONG(8 * (place + number)))
-        loaded = builder.load(builder.inttoptr(at, of.as_pointer()))
+    def word(number: int, of: ir.Type = LONG) -> Value:
+        """Load one of the field's words, which LLVM may do once: a record does not change."""
+        word_address = builder.add(address, LONG(8 * (first + number)))
+        loaded = builder.load(builder.inttoptr(word_address, of.as_pointer()))
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
         return loaded
 

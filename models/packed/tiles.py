@@ -48,10 +48,10 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
         numbers, pair = layout.step.base, layout.step.shape[2]
         _pack_numbers(rows.view(numbers), tiles.view(numbers), pair)
         return
-    places: Any = layout.step.fields
+    fields: Any = layout.step.fields
     _pack_blocks(
         rows, tiles, np.array([layout.block_bytes, layout.block, layout.num_scales]),
-        np.array([layout.step.itemsize, places["scales"][1], places["weights"][1]]),
+        np.array([layout.step.itemsize, fields["scales"][1], fields["weights"][1]]),
         np.array(layout.factors), layout.step["factors"].shape[2],
         np.array(layout.scale_runs or [Run(0, 0, 0, 0, 0)]),
         np.array(layout.scale_planes, np.int64), np.uint8(layout.scale_flip),
@@ -61,7 +61,7 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
 
 @compiled
 def _pack_numbers(numbers, tiles, pair):
-    """Numbers [outputs, inputs] to tiles [tiles, numbers of one]."""
+    """Copy weights [outputs, inputs] to tiles, each of [inputs / pair, OUTPUTS, pair] numbers."""
     outputs, inputs = numbers.shape
     for tile in range(tiles.shape[0]):
         target = tiles[tile]
@@ -76,105 +76,106 @@ def _pack_numbers(numbers, tiles, pair):
 
 @compiled
 def _pack_blocks(
-    rows, tiles, sizes, places, factors, factor_bytes, scale_runs, scale_planes, scale_flip, runs,
-    planes, flip,
+    rows, tiles, block_sizes, step_sizes, factors, factor_bytes, scale_runs, scale_planes,
+    scale_flip, runs, planes, flip,
 ):  # fmt: skip
-    """Blocks of integers; `sizes`: bytes and values of one; `places`: of a step's end and parts."""
-    block_bytes, num_values, num_scales = sizes
-    step_bytes, scales_at, weights_at = places
+    """Write the blocks of a file's rows as steps of tiles; arguments as fields of `Format`."""
+    block_bytes, num_values, num_scales = block_sizes
+    step_bytes, scales_start, weights_start = step_sizes  # the bytes of a step where these begin
     values = np.zeros((OUTPUTS, num_values), np.uint8)
     scales = np.zeros((OUTPUTS, num_scales), np.uint8)
     for tile in range(tiles.shape[0]):
         count = max(min(rows.shape[0] - tile * OUTPUTS, OUTPUTS), 0)
-        part = rows[tile * OUTPUTS : tile * OUTPUTS + count]
+        tile_rows = rows[tile * OUTPUTS : tile * OUTPUTS + count]
         values[count:], scales[count:] = 0, 0
         for number in range(tiles.shape[1] // step_bytes):
             step, block = tiles[tile, number * step_bytes :], number * block_bytes
-            step[:scales_at] = 0
+            step[:scales_start] = 0
             for factor in range(factors.shape[0]):
                 for output in range(count):
                     for byte in range(factor_bytes):
-                        at = (factor * OUTPUTS + output) * factor_bytes + byte
-                        step[at] = part[output, block + factors[factor] + byte]
-            _unpack(part, block, scale_runs, scale_flip, scales)
-            _unpack(part, block, runs, flip, values)
-            _put_planes(scales, scale_planes, num_scales // QUAD, step[scales_at:])
-            _put_planes(values, planes, GROUP // QUAD, step[weights_at:])
+                        target = (factor * OUTPUTS + output) * factor_bytes + byte
+                        step[target] = tile_rows[output, block + factors[factor] + byte]
+            _unpack(tile_rows, block, scale_runs, scale_flip, scales)
+            _unpack(tile_rows, block, runs, flip, values)
+            _put_planes(scales, scale_planes, num_scales // QUAD, step[scales_start:])
+            _put_planes(values, planes, GROUP // QUAD, step[weights_start:])
 
 
 @compiled
 def _unpack(rows, block, runs, flip, values):
-    """The integers of the rows' blocks (see `Run`)."""
+    """Write the integers of rows' blocks, from byte `block` on, to `values`, uint8 [outputs, n]."""
     for run in range(runs.shape[0]):
-        start, shift, bits, first, length, to, apart = runs[run]
+        start, shift, bits, first, length, to, apart = runs[run]  # see `Run`
+        # a run of higher bits keeps the lower ones of the run before
         lower, mask = np.uint8((1 << to) - 1), np.uint8((1 << bits) - 1)
         shift, to = np.uint8(shift), np.uint8(to)
         for output in range(rows.shape[0]):
-            if apart == 1:  # many at once
+            if apart == 1:  # LLVM makes vectors of this loop alone
                 source, target = rows[output, block + start :], values[output, first:]
                 for i in range(length):
                     bits = ((source[i] >> shift) & mask) ^ flip
                     target[i] = (target[i] & lower) | (bits << to)
             else:
                 for i in range(length):
-                    at = first + i * apart
+                    value = first + i * apart
                     bits = ((rows[output, block + start + i] >> shift) & mask) ^ flip
-                    values[output, at] = (values[output, at] & lower) | (bits << to)
+                    values[output, value] = (values[output, value] & lower) | (bits << to)
 
 
 @compiled
 def _put_planes(values, planes, quads, target):
-    """The planes of integers, uint8 [outputs, values], by groups of so many quads."""
-    words, target = values.view(np.uint32), target.view(np.uint32)
-    column = np.empty((quads, OUTPUTS), np.uint32)
-    at = 0
+    """Write integers, uint8 [outputs, n], as planes of these bits (see `Format.step`)."""
+    words, target = values.view(np.uint32), target.view(np.uint32)  # a word: four integers, a quad
+    group = np.empty((quads, OUTPUTS), np.uint32)
+    first = 0
     for start in range(0, words.shape[1], max(quads, 1)):
         for output in range(OUTPUTS):
             for quad in range(quads):
-                column[quad, output] = words[output, start + quad]
+                group[quad, output] = words[output, start + quad]
         low = 0
         for plane in range(planes.shape[0]):
             bits = planes[plane]
-            vectors, mask = quads * bits // 8, np.uint32(((1 << bits) - 1) * 0x01010101)
-            for vector in range(vectors):
-                part = target[at : at + OUTPUTS]
-                part[:] = 0
+            num_vectors, mask = quads * bits // 8, np.uint32(((1 << bits) - 1) * 0x01010101)
+            for number in range(num_vectors):
+                vector = target[first : first + OUTPUTS]
+                vector[:] = 0
                 for field in range(8 // bits):
-                    quad = column[vector + vectors * field]
+                    quad = group[number + num_vectors * field]
                     right, left = np.uint32(low), np.uint32(bits * field)
                     for output in range(OUTPUTS):
-                        part[output] |= ((quad[output] >> right) & mask) << left
-                at += OUTPUTS
+                        vector[output] |= ((quad[output] >> right) & mask) << left
+                first += OUTPUTS
             low += bits
 
 
 class Embedding(Record):
-    """A matrix whose rows compiled code reads, one at a time.
+    """A matrix whose rows compiled code reads, one at a time (see `read_row`).
 
-    `sizes` int64: of `Format`, `block`, `group`, `num_scales`, bytes of a step, where in it scales
-    and weights begin, bytes of a factor (0: of numbers in floating point, which have `block` bytes
-    and lie in groups of `group`), whether there are offsets, their sign, and `scale_zero`. `values`
-    float32: what integers stand for, less their zero.
+    `sizes` int64: of `Format`, `block`, `group`, `num_scales`, bytes of a step, the bytes in it
+    where scales and weights begin, bytes of a factor (0 if weights are floating-point numbers, of
+    `block` bytes, with `group` inputs side by side), whether there are offsets, `offset_sign`, and
+    `scale_zero`. `values` float32: what each integer stands for, less `zero`.
     """
 
 
 def embedding_of(matrix: Matrix) -> Embedding:
-    """What reading a matrix's rows takes."""
+    """What `read_row` needs of a matrix."""
     layout = FORMATS[matrix.format]
-    sizes, values = [layout.block_bytes, layout.step.shape[2] if layout.is_float else 0], [0]
-    if not layout.is_float:
-        places: Any = layout.step.fields
+    if layout.is_float:
+        sizes, values = [layout.block_bytes, layout.step.shape[2], *[0] * 8], [0]
+    else:
+        fields: Any = layout.step.fields
         sizes = [
             layout.block, layout.group, layout.num_scales, layout.step.itemsize,
-            places["scales"][1], places["weights"][1], layout.step["factors"].shape[2],
+            fields["scales"][1], fields["weights"][1], layout.step["factors"].shape[2],
             layout.zero is None, layout.offset_sign, layout.scale_zero,
         ]  # fmt: skip
         values = [x - (layout.zero or 0) for x in layout.values or range(1 << layout.bits)]
-    numbers = np.array([*sizes, *[0] * (10 - len(sizes))], np.int64)
-    planes, scale_planes = (np.array(p, np.int64) for p in (layout.planes, layout.scale_planes))
     return Embedding(
-        tiles=matrix.tiles, sizes=numbers, planes=planes, scale_planes=scale_planes,
-        values=np.array(values, np.float32),
+        tiles=matrix.tiles, sizes=np.array(sizes, np.int64), values=np.array(values, np.float32),
+        planes=np.array(layout.planes, np.int64),
+        scale_planes=np.array(layout.scale_planes, np.int64),
     )  # fmt: skip
 
 
@@ -188,13 +189,13 @@ def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.flo
 
 @compiled
 def read_row(embedding, number, row):
-    """Read one row, float32 [inputs]."""
+    """Write the row with this number to `row`, float32 [inputs]: value * scale - offset."""
     tile, output, values = embedding.tiles[number // OUTPUTS], number % OUTPUTS, embedding.values
-    block, group, num_scales, step_bytes, scales_at, weights_at, factor_bytes = embedding.sizes[:7]
+    block, group, num_scales, step_bytes, scales_start, weights_start = embedding.sizes[:6]
+    factor_bytes, has_offsets, sign, scale_zero = embedding.sizes[6:]
     if not factor_bytes:
-        _read_numbers(tile, output, block, group, row)
+        _read_floats(tile, output, block, group, row)
         return
-    has_offsets, sign, scale_zero = embedding.sizes[7:]
     scales, integers = np.zeros(max(num_scales, 1), np.int64), np.zeros(GROUP, np.int64)
     group_bytes = embedding.planes.sum() * OUTPUTS * QUAD
     for start in range(0, row.shape[0], block):
@@ -203,45 +204,46 @@ def read_row(embedding, number, row):
         if has_offsets:
             offset = np.float32(sign) * _factor(step, 2 * (OUTPUTS + output), 2)
         if num_scales:
-            _integers(step[scales_at:], embedding.scale_planes, num_scales // QUAD, output, scales)
+            stored = step[scales_start:]
+            _join_planes(stored, embedding.scale_planes, num_scales // QUAD, output, scales)
         for first in range(0, min(block, row.shape[0] - start), group):
             if first % GROUP == 0:
-                weights = step[weights_at + first // GROUP * group_bytes :]
-                _integers(weights, embedding.planes, GROUP // QUAD, output, integers)
-            scale, subtracted, place = factor, offset, first // group
+                stored = step[weights_start + first // GROUP * group_bytes :]
+                _join_planes(stored, embedding.planes, GROUP // QUAD, output, integers)
+            scale, subtracted, index = factor, offset, first // group
             if num_scales:
-                scale = factor * np.float32(scales[place] - scale_zero)
-                if has_offsets:
-                    place += num_scales // 2
-                    subtracted = offset * np.float32(scales[place] - scale_zero)
+                scale = factor * np.float32(scales[index] - scale_zero)
+                if has_offsets:  # these follow the scales
+                    index += num_scales // 2
+                    subtracted = offset * np.float32(scales[index] - scale_zero)
             for i in range(first, min(first + group, row.shape[0] - start)):
                 row[start + i] = values[integers[i % GROUP]] * scale - subtracted
 
 
 @compiled
-def _integers(vectors, planes, quads, output, integers):
-    """One output's integers from vectors of planes of so many quads (see `Format.step`)."""
+def _join_planes(stored, planes, quads, output, integers):
+    """Read what `_put_planes` wrote of one output's group: int64 [quads * QUAD]."""
     integers[:] = 0
     low = first = 0
     for plane in range(planes.shape[0]):
         bits = planes[plane]
-        own, fields, mask = quads * bits // 8, 8 // bits, (1 << bits) - 1
-        for vector in range(own):
-            at = ((first + vector) * OUTPUTS + output) * QUAD
+        num_vectors, fields, mask = quads * bits // 8, 8 // bits, (1 << bits) - 1
+        for vector in range(num_vectors):
+            source = ((first + vector) * OUTPUTS + output) * QUAD
             for field in range(fields):
-                to = (vector + own * field) * QUAD
+                target = (vector + num_vectors * field) * QUAD
                 for lane in range(QUAD):
-                    byte = np.int64(vectors[at + lane])
-                    integers[to + lane] |= ((byte >> (field * bits)) & mask) << low
-        low, first = low + bits, first + own
+                    byte = np.int64(stored[source + lane])
+                    integers[target + lane] |= ((byte >> (field * bits)) & mask) << low
+        low, first = low + bits, first + num_vectors
 
 
 @compiled
-def _factor(stored, at, count):
-    """A factor from its bytes: float16, or the exponent of a power of 2."""
-    if count == 1:
-        return np.float32(2.0 ** (np.int64(stored[at]) - 131))
-    return _half(np.int64(stored[at]) | np.int64(stored[at + 1]) << 8)
+def _factor(stored, start, count):
+    """The factor of `count` bytes from `start` on: float16, or the exponent of a power of 2."""
+    if count == 1:  # MXFP4: 2^(byte - 127), and the values of its table are 16 times theirs
+        return np.float32(2.0 ** (np.int64(stored[start]) - 131))
+    return _half(np.int64(stored[start]) | np.int64(stored[start + 1]) << 8)
 
 
 @compiled
@@ -255,28 +257,28 @@ def _half(bits):
 
 
 @compiled
-def _read_numbers(tile, output, num_bytes, pair, row):
-    """Read a row of numbers in floating point."""
+def _read_floats(tile, output, num_bytes, pair, row):
+    """Write an output's floating-point weights to `row`; `pair` inputs are side by side."""
     halves, numbers = tile.view(np.uint16), tile.view(np.float32)
     for i in range(row.shape[0]):
-        at = (i // pair * OUTPUTS + output) * pair + i % pair
+        source = (i // pair * OUTPUTS + output) * pair + i % pair
         if num_bytes == 4:
-            row[i] = numbers[at]
-        elif pair == 2:
-            row[i] = np.uint32(np.uint32(halves[at]) << np.uint32(16)).view(np.float32)
+            row[i] = numbers[source]
+        elif pair == 2:  # bfloat16: the upper half of a float32
+            row[i] = np.uint32(np.uint32(halves[source]) << np.uint32(16)).view(np.float32)
         else:
-            row[i] = _half(np.int64(halves[at]))
+            row[i] = _half(np.int64(halves[source]))
 
 
 def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
-    """Rows float32 [n, inputs] rounded to 8 bits (Q8_0) or 4 (Q4_1): uint8 [n, row_bytes]."""
+    """Rows float32 [n, inputs] in GGUF's Q8_0 (8 bits) or Q4_1 (4 bits): uint8 [n, row_bytes]."""
     padded = np.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP)))
     groups = padded.reshape(len(weights), -1, GROUP)
     lowest = groups.min(-1, keepdims=True)
     if bits == 8:
         factors = (np.abs(groups).max(-1, keepdims=True) / 127).astype(np.float16)
         numbers = _whole_multiples(groups, factors, -128, 127).astype(np.int8).view(np.uint8)
-    else:
+    else:  # the lowest weight is the offset, which is added
         scales = ((groups.max(-1, keepdims=True) - lowest) / 15).astype(np.float16)
         factors = np.concatenate([scales, lowest.astype(np.float16)], -1)
         groups = groups - factors[..., 1:].astype(np.float32)
@@ -285,8 +287,10 @@ def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
     return np.concatenate([factors.view(np.uint8), numbers], -1).reshape(len(weights), -1)
 
 
-def _whole_multiples(groups: Any, scales: Any, lowest: int, highest: int) -> NDArray[Any]:
-    """Weights in units of their group's scale, rounded."""
+def _whole_multiples(
+    groups: NDArray[np.float32], scales: NDArray[np.float16], lowest: int, highest: int
+) -> NDArray[np.float32]:
+    """Weights [n, groups, GROUP] in units of their scales [n, groups, 1], rounded and clipped."""
     units = np.maximum(scales.astype(np.float32), np.finfo(np.float32).tiny)
     return np.rint(groups / units).clip(lowest, highest)
 

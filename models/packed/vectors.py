@@ -39,14 +39,17 @@ BFLOATS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 class Emitter:
-    """Emits the instructions of an intrinsic, on vectors of `lanes`. Addresses are int64 values."""
+    """Emits an intrinsic's instructions on vectors of `lanes` float32 numbers or 32-bit words.
+
+    A `Value` is LLVM's name of a result; addresses are such values, of int64.
+    """
 
     def __init__(self, builder: ir.IRBuilder, lanes: int = LANES) -> None:
         self.builder, self.lanes = builder, lanes
         self.float_vector, self.word_vector = (ir.VectorType(k, lanes) for k in (FLOAT, WORD))
 
     def at(self, address: Value, *terms: Value | int | tuple[Value, int]) -> Value:
-        """An address plus bytes; a pair is an index times the bytes of an entry."""
+        """`address` plus all terms, each a number of bytes, or (index, bytes of an entry)."""
         for term in terms:
             if isinstance(term, tuple):
                 term = self.builder.mul(term[0], LONG(term[1]))
@@ -54,7 +57,7 @@ class Emitter:
         return address
 
     def load(self, address: Value, kind: ir.Type, align: int = 1) -> Value:
-        """What is at an address."""
+        """The value of this type at an address."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
 
     def store(self, value: Value, address: Value, align: int = 1) -> None:
@@ -82,17 +85,17 @@ class Emitter:
 
     def memory(self, vectors: int) -> Value:
         """The address of memory for so many vectors of 16, which the function has to itself."""
-        place = cgutils.alloca_once(self.builder, ir.ArrayType(FLOATS, vectors))
-        return self.builder.ptrtoint(place, LONG)
+        pointer = cgutils.alloca_once(self.builder, ir.ArrayType(FLOATS, vectors))
+        return self.builder.ptrtoint(pointer, LONG)
 
     def prefetch(self, address: Value, count: int) -> None:
-        """Ask for the lines of so many bytes from an address on, in the first cache."""
+        """Prefetch `count` bytes from an address on into the processor's first cache."""
         for start in range(0, count, 64):
             line = self.builder.inttoptr(self.at(address, start), BYTE.as_pointer())
             self.call("llvm.prefetch.p0i8", ir.VoidType(), line, WORD(0), WORD(3), WORD(1))
 
     def call(self, name: str, result: ir.Type, *values: Value) -> Value:
-        """Call an instruction of LLVM by its name."""
+        """Call an intrinsic of LLVM by its name."""
         module = self.builder.module
         kinds = [value.type for value in values]
         function = module.globals.get(name)
@@ -104,7 +107,10 @@ class Emitter:
         return self.call(f"llvm.fma.v{self.lanes}f32", self.float_vector, left, right, total)
 
     def variables(self, count: int, address: Value | None = None) -> list[Value]:
-        """Vectors, 0 or what is at an address at first; LLVM keeps them in registers."""
+        """Pointers to vectors of float32: 0 at first, or what is at an address.
+
+        LLVM keeps them in registers where it can.
+        """
         values = [self.numbers(0.0)] * count
         if address:
             values = self.load_vectors(address, count, self.float_vector)
@@ -114,7 +120,10 @@ class Emitter:
         return variables
 
     def add_product(self, left: Value, right: Value, variable: Value) -> None:
-        """Add left * right to a variable; of pairs of bfloat16 numbers, the upper product first."""
+        """Add left * right to what `variable` (see `variables`) points to.
+
+        Of words, which are pairs of bfloat16 numbers, both products are added, the upper one first.
+        """
         builder, total = self.builder, self.builder.load(variable)
         if left.type == self.float_vector:
             total = self.fma(left, right, total)
@@ -149,9 +158,9 @@ class Emitter:
         return builder.trunc(builder.lshr(bits, sixteen), kind)
 
     def load_vectors(self, address: Value, count: int, kind: ir.Type) -> list[Value]:
-        """Vectors of float32 or words that lie side by side."""
+        """`count` vectors of this type, of float32 or words, that lie side by side."""
         size = 4 * self.lanes
-        return [self.load(self.at(address, size * place), kind) for place in range(count)]
+        return [self.load(self.at(address, size * index), kind) for index in range(count)]
 
     @contextmanager
     def loop(self, count: Value) -> Iterator[Value]:
@@ -168,12 +177,12 @@ class Emitter:
 
 
 def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]], Any]:
-    """Make an intrinsic of `emit(emitter, address, ..., literal, ...)`, which writes its code.
+    """Make a numba intrinsic of `emit(emitter, value, ..., literal, ...)`, which emits its code.
 
-    The addresses and counts are int64; the last `literals` are known when it is compiled. With
-    `counts`, the argument before these is a count from 1 to `counts`: there is code for each, with
-    the count as the last literal. numba's cache on disk finds functions that call it if both stand
-    at the top of a module.
+    Its arguments are int64; the last `literals` must be known when a caller is compiled. With
+    `counts`, the argument before these is a count from 1 to `counts`: there is code for each, which
+    `emit` writes for the count as its last literal. numba's cache on disk finds functions that call
+    it if both stand at the top of a module.
     """
 
     def intrinsic_of(emit: Callable[..., None]) -> Any:
@@ -187,7 +196,9 @@ def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]
                 raise RequireLiteralValue("the last arguments")
             numbers = [constant.literal_value for constant in constants]
 
-            def codegen(context: Any, builder: Any, signature: Any, values: Sequence[Any]) -> Any:
+            def codegen(
+                context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]
+            ) -> Value:
                 inputs = values[:num_values]
                 if not counts:
                     emit(Emitter(builder), *inputs, *numbers)
@@ -205,12 +216,15 @@ def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]
 
 @intrinsic
 def call(context, function, values):
-    """Call a function of int64 by its address."""
+    """Call the compiled function at the address `function` with a tuple of int64 values."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values = cgutils.unpack_tuple(builder, arguments[1])
-        kind = ir.FunctionType(ir.VoidType(), [LONG] * len(values))
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), values)
+    def codegen(
+        context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[Value]
+    ) -> Value:
+        address, packed = arguments
+        unpacked = cgutils.unpack_tuple(builder, packed)
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * len(unpacked))
+        builder.call(builder.inttoptr(address, kind.as_pointer()), unpacked)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.UniTuple(types.int64, len(values))), codegen

@@ -35,8 +35,7 @@ MATRICES = (
 )  # fmt: skip
 """A layer's matrices, in the order of the pass."""
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-CHUNK_BYTES = 1 << 24
-"""Rows are packed so many bytes at a time."""
+CHUNK_BYTES = 1 << 24  # rows are packed so many bytes at a time
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Storage:
     bits: int | None = None
 
     def of(self, name: str, matrix: StoredMatrix) -> StoredMatrix:
-        """A matrix of this name as it is stored."""
+        """The matrix with this name, converted when its rows are read."""
         if self.bits and name != EMBEDDING:
             bits = 8 if name == HEAD else self.bits
             return StoredMatrix(
@@ -63,17 +62,20 @@ class Storage:
 
 
 def place_of(matrix: StoredMatrix) -> Place:
-    """What a packed matrix takes; ValueError for a format that the pass does not read."""
+    """The shape of a packed matrix; ValueError for a format that the pass does not read."""
     format = format_number(matrix.format)
     shape = num_tiles(matrix.outputs), tile_bytes(format, matrix.inputs)
     return Place("uint8", shape, format=matrix.format, outputs=matrix.outputs, inputs=matrix.inputs)
 
 
 def layout_of(source: WeightSource, storage: Storage) -> list[dict[str, Place]]:
-    """What each block holds. ValueError for a format that the pass does not read."""
+    """The tensors of each block by name: what is outside the layers, each layer, the head.
+
+    ValueError for a format that the pass does not read.
+    """
     shapes = source.shapes()
     head = HEAD if storage.bits or HEAD in shapes else EMBEDDING
-    blocks: dict[float, dict[str, Place]] = {0: {}}
+    blocks: dict[float, dict[str, Place]] = {0: {}}  # by number; that of the head is infinite
     for name, shape in shapes.items():
         block = math.inf if name == head else 0.0
         if len(shape) == 1:
@@ -85,16 +87,17 @@ def layout_of(source: WeightSource, storage: Storage) -> list[dict[str, Place]]:
         blocks.setdefault(block, {})[name] = place
     if head not in shapes:  # one that is the embedding is rounded beside it
         blocks[math.inf] = {HEAD: place_of(storage.of(HEAD, source.matrix(EMBEDDING)))}
+    # vectors, which have no format, come first
     blocks[0] = dict(sorted(blocks[0].items(), key=lambda item: item[1].format != ""))
     return [blocks[number] for number in sorted(blocks)]
 
 
 def fill_from(source: WeightSource, storage: Storage) -> Callable[[str, NDArray[np.uint8]], None]:
-    """What writes a tensor into its memory."""
+    """A function that writes the tensor with a name into its memory, uint8 [bytes]."""
     shapes = source.shapes()
 
     def fill(name: str, memory: NDArray[np.uint8]) -> None:
-        """Write the tensor of this name."""
+        """Write a vector as float32, or a matrix as tiles; a head that is tied is the embedding."""
         stored_name = name if name in shapes else EMBEDDING
         if len(shapes[stored_name]) == 1:
             memory.view(np.float32)[:] = source.vector(name)
@@ -105,21 +108,22 @@ def fill_from(source: WeightSource, storage: Storage) -> Callable[[str, NDArray[
 
 
 def pack_into(matrix: StoredMatrix, memory: NDArray[np.uint8]) -> Matrix:
-    """Pack a matrix into memory (uint8), part by part."""
+    """Pack a matrix into memory, uint8 of the size of its tiles; some rows at a time are read."""
     place = place_of(matrix)
     tiles, format = memory.reshape(place.shape), format_number(matrix.format)
     rows_at_once = max(1, CHUNK_BYTES // tile_bytes(format, matrix.inputs)) * OUTPUTS
     for first in range(0, matrix.outputs, rows_at_once):
         end = min(first + rows_at_once, matrix.outputs)
-        part = tiles[first // OUTPUTS : -(-end // OUTPUTS)]
-        pack_rows(format, matrix.read(first, end), matrix.inputs, part)
+        their_tiles = tiles[first // OUTPUTS : -(-end // OUTPUTS)]
+        pack_rows(format, matrix.read(first, end), matrix.inputs, their_tiles)
     return Matrix(format, matrix.outputs, matrix.inputs, tiles)
 
 
 class PackedWeights:
-    """Packed tensors by name, in the memory of their blocks (uint8 each).
+    """Packed tensors by name: `memories` has for each block the bytes that were read of it.
 
-    Each is as long as what was read of its block; the head goes on in the blocks after its own.
+    A packed head goes on in the blocks after its own. `places`: of each tensor, the memory of its
+    block and where in it the tensor lies.
     """
 
     def __init__(
@@ -158,7 +162,7 @@ class PackedWeights:
         return HEAD if HEAD in self.places else EMBEDDING
 
     def head_parts(self) -> list[Matrix]:
-        """The output head as the pass finds it, part by part."""
+        """The output head as a matrix for each of the blocks that it lies in."""
         head, size = self.head, self.head.tiles.shape[1]
         if len(head.tiles) * OUTPUTS >= head.outputs:
             return [head]
@@ -177,7 +181,7 @@ class PackedWeights:
 
 
 def _tiles(memory: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """All whole tiles of a size in memory."""
+    """The tiles of `size` bytes that memory has room for: uint8 [tiles, size], a view."""
     return memory[: len(memory) // size * size].reshape(-1, size)
 
 
@@ -193,7 +197,10 @@ def packed_in_memory(source: WeightSource, storage: Storage) -> PackedWeights:
 
 
 def describe(matrix: Matrix) -> NDArray[np.int64]:
-    """A matrix as the pass reads it (see `forward.Model`), which trusts these sizes."""
+    """A matrix as the pass reads it, which trusts these sizes: int64 [forward.ENCODE to ROW_BYTES].
+
+    The first three are addresses: of the compiled encoder and multiplier, and of the tiles.
+    """
     expected = num_tiles(matrix.outputs), tile_bytes(matrix.format, matrix.inputs)
     assert matrix.tiles.shape == expected, (matrix.tiles.shape, expected)
     return np.array(
@@ -212,19 +219,21 @@ def describe(matrix: Matrix) -> NDArray[np.int64]:
 def model_of(
     weights: PackedWeights, config: PreTrainedConfig, head_dim: int, key_bytes: int
 ) -> Model:
-    """What the pass reads of a model."""
+    """What the pass reads of a model whose cache has numbers of `key_bytes` bytes."""
     layers = [f"model.layers.{number}." for number in range(config.num_hidden_layers)]
-    rows = [[describe(weights.matrix(f"{x}{name}.weight")) for name in MATRICES] for x in layers]
+    matrices = [
+        [describe(weights.matrix(f"{layer}{name}.weight")) for name in MATRICES] for layer in layers
+    ]
 
     def vectors(*names: str) -> NDArray[np.float32]:
         """Vectors of each layer, float32 [layers, names, n]; [0, names, 0] if there are none."""
         if f"{layers[0]}{names[0]}" not in weights.places:
             return np.zeros((0, len(names), 0), np.float32)
-        return np.array([[weights.vector(x + name) for name in names] for x in layers])
+        return np.array([[weights.vector(layer + name) for name in names] for layer in layers])
 
     biases = [vectors(f"{name}.bias")[:, 0] for name in MATRICES[:3]]
     return Model(
-        matrices=np.array(rows).reshape(len(layers), len(MATRICES), -1),
+        matrices=np.array(matrices).reshape(len(layers), len(MATRICES), -1),
         head=np.array([describe(part) for part in weights.head_parts()]),
         norms=vectors("input_layernorm.weight", "post_attention_layernorm.weight"),
         final_norm=weights.vector(FINAL_NORM),

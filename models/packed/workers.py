@@ -3,6 +3,7 @@
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
@@ -11,18 +12,18 @@ from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.models.packed.system import sched_yield
 from sequoia_plan.models.packed.vectors import Emitter
 
-LOOKS = 500
-"""How often a worker looks for the others before it yields its processor."""
+LOOKS = 500  # how often a worker looks for the others before it yields its processor
 TAKEN, FINISHED, COUNTER_WORDS = 64, 128, 24
-"""Of workers' counter, whose first word has how often one came to `wait`: the bytes to how often
-things were taken since, and to the rounds that all have finished; and its words."""
+"""The counter that workers share is int64 [COUNTER_WORDS]: first, how often one came to `wait`; at
+byte TAKEN, how often one has taken things in this round; at FINISHED, the rounds that all have
+finished. Each has cache lines of its own, so that writing one does not delay the others."""
 
 
 @intrinsic
 def fetch_and_add(context, address, count):
     """Add to the int64 at an address, as one step that other threads see; its value before."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Value:
         pointer = builder.inttoptr(values[0], LONG.as_pointer())
         return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
 
@@ -31,12 +32,12 @@ def fetch_and_add(context, address, count):
 
 @intrinsic
 def look_and_pause(context, address):
-    """The int64 at an address as other threads left it, after a pause for the core's other one."""
+    """The int64 at an address as other threads left it, after a pause that lets them run."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Value:
         is_x86 = "x86" in builder.module.triple
-        pause = ("llvm.x86.sse2.pause",) if is_x86 else ("llvm.aarch64.hint", WORD(1))
-        Emitter(builder).call(pause[0], ir.VoidType(), *pause[1:])
+        name, *arguments = ("llvm.x86.sse2.pause",) if is_x86 else ("llvm.aarch64.hint", WORD(1))
+        Emitter(builder).call(name, ir.VoidType(), *arguments)
         pointer = builder.inttoptr(values[0], LONG.as_pointer())
         return builder.load_atomic(pointer, "acquire", align=8)
 
@@ -45,11 +46,12 @@ def look_and_pause(context, address):
 
 @compiled
 def wait(counter, workers, rounds):
-    """Wait until all workers have come here `rounds` times; returns `rounds` + 1.
+    """Wait until all `workers` threads have come here `rounds` times; returns `rounds` + 1.
 
-    `counter`: the address of int64 [COUNTER_WORDS] that were 0 in round 1.
+    `counter`: the address of int64 [COUNTER_WORDS] that were 0 in round 1. What is taken is counted
+    from 0 again in each round.
     """
-    if fetch_and_add(counter, 1) + 1 == workers * rounds:  # the last one
+    if fetch_and_add(counter, 1) + 1 == workers * rounds:  # the last one lets the others go
         taken = fetch_and_add(counter + TAKEN, 0)
         fetch_and_add(counter + TAKEN, -taken)
         fetch_and_add(counter + FINISHED, 1)
@@ -64,10 +66,10 @@ def wait(counter, workers, rounds):
 
 @compiled
 def take(counter, workers, count):
-    """Some of `count` things that no worker has taken since all were here: first, end.
+    """Take some of `count` things (tiles, heads) that no worker has taken in this round.
 
-    The first ones of each worker are half of its part, later ones fewer: a slow worker takes less.
-    No more are left if the first is `count`.
+    Returns the first one's number and the end; all are taken if the first is `count`. A worker
+    takes half of an equal share at first, later an eighth: a slow one takes less in all.
     """
     number = fetch_and_add(counter + TAKEN, 1)
     many = (count + 2 * workers - 1) // (2 * workers)

@@ -36,8 +36,8 @@ def memory_for(target_folder, draft_folder, resident):
     offloaded = OffloadedModel(target_folder, how, "disk", None)
     target, draft = offloaded.model, load_model(draft_folder, how)
     caches = cache_bytes(target) + cache_bytes(draft)
-    fixed_bytes = offloaded.parts.outside_bytes + own_bytes(draft, target) + caches
-    return fixed_bytes + (SLOTS + resident) * max(offloaded.parts.layer_sizes())
+    fixed_bytes = offloaded.loader.outside_bytes + own_bytes(draft, target) + caches
+    return fixed_bytes + (SLOTS + resident) * max(offloaded.loader.layer_sizes())
 
 
 def streamed(folder, resident=2, placement="auto"):
