@@ -254,7 +254,7 @@ def _emit_planes(emit: Emitter, address: Value, planes: tuple[int, ...], quads: 
     """For each quad, a vector of words whose bytes are its integers (see `Format.step`)."""
     builder, low = emit.builder, 0  # bits of the planes before
     results: list[Value | None] = [None] * quads
-    halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)  # no processor shifts bytes
+    halves = ir.VectorType(HALF_WORD, 2 * emit.lanes)  # x86 shifts no bytes
     for bits in planes:
         vectors = quads * bits // 8
         for vector in range(vectors):
