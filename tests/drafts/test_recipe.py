@@ -47,8 +47,8 @@ from drafts import built, golden, load, logits_of_tree, small_target, started
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime import SequoiaDecoder, load_pair
-from sequoia_plan.server import prompts
 from sequoia_plan.runtime.draft.eagle import EagleDrafter
+from sequoia_plan.server import prompts
 
 pytestmark = pytest.mark.slow
 GOLDEN = golden("eagle3")

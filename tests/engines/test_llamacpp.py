@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from commands import succeed
+from refusals import refusal
 
-from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
 from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
@@ -128,5 +128,5 @@ def test_llama_server_takes_the_line():
     [("draft-eagle3", "the draft does not pair with this target"), ("medusa", "unknown specul")],
 )
 def test_a_draft_that_does_not_pair_and_a_type_that_is_none_are_one_line(types, message):
-    with pytest.raises(SequoiaPlanError, match=message), pool(DRAFT, types) as servers:
+    with refusal(message), pool(DRAFT, types) as servers:
         servers.ensure_running([Drafting(2)])
