@@ -18,7 +18,7 @@ import pytest
 import torch
 from architectures import VOCABULARY, plain_text, resembling, tiny, words
 from refusals import refusal
-from toys import TREE, text_inside_generate
+from toys import PLAIN, TREE, text_inside_generate
 from transformers import AutoModelForCausalLM, TextIteratorStreamer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
@@ -221,7 +221,7 @@ def test_a_context_that_ends_early_says_why(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     rope["original_max_position_embeddings"] = 40
     target = tiny("Llama", rope_parameters=rope)
-    decoder = SequoiaDecoder(target, None, TokenTree.chain(1))
+    decoder = SequoiaDecoder(target, None, PLAIN)
     with refusal(r"at most 39 .*; dynamic rotary embeddings change"):
         decoder.generate(torch.ones(1, 60, dtype=torch.long), 4)
     said = "target: texts end at 40 tokens; dynamic rotary embeddings change"

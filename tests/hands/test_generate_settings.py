@@ -9,10 +9,10 @@ from architectures import VOCABULARY, plain_text, resembling, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
-from toys import TREE, text_inside_generate
+from toys import PLAIN, TREE, text_inside_generate
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from sequoia_plan.artifacts import ArgumentError, TokenTree
+from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime import SequoiaDecoder, sequoia
 
@@ -105,7 +105,7 @@ def test_multimodal_models_read_text_alone(name):
     model = model_class(model_class.config_class(text_config=text, **options)).eval()
     inputs = dict(max_new_tokens=12, do_sample=False)
     expected = model.generate(IDS, **inputs)
-    inputs |= dict(custom_generate=sequoia, tree=TokenTree.chain(1))
+    inputs |= dict(custom_generate=sequoia, tree=PLAIN)
     assert model.generate(IDS, **inputs).equal(expected)
     types = torch.zeros_like(IDS)
     if name == "Gemma 3":
