@@ -10,7 +10,7 @@ import torch
 from architectures import resembling, tiny
 from simulated import simulate_capture
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import TREE, toy_models
+from toys import PLAIN, TREE, toy_models
 
 from drafts import small_pair
 from sequoia_plan.artifacts import TokenTree
@@ -18,7 +18,7 @@ from sequoia_plan.models import loaded_model
 from sequoia_plan.runtime import Sampling, SequoiaDecoder
 from sequoia_plan.runtime.sampling.drawing import DRAWING_OF_VERIFIER
 
-TREES = [TREE, TokenTree.chain(5), TokenTree.star(4), TokenTree.chain(1)]
+TREES = [TREE, TokenTree.chain(5), TokenTree.star(4), PLAIN]
 PROMPTS = [[3], [3, 1], [3, 1, 4, 1, 5]]
 SETTINGS = [Sampling(), *(Sampling(0.9, 0.8, 5, verifier=name) for name in DRAWING_OF_VERIFIER)]
 pytestmark = pytest.mark.slow

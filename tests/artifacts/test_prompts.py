@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from refusals import refusal
 
-from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.artifacts.prompts import Prompt, held_out_half, load, measuring_half
 from sequoia_plan.profiler.prompts import encode
 
@@ -92,7 +92,7 @@ def test_halves_and_encoding():
 )
 def test_lines_that_are_no_prompt(tmp_path, line):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(SequoiaPlanError, match=r"bad\.jsonl: line 2 is no prompt; expected"):
+    with refusal(r"bad\.jsonl: line 2 is no prompt; expected"):
         load(tmp_path / "bad.jsonl")
 
 
@@ -110,5 +110,5 @@ def test_lines_that_are_no_prompt(tmp_path, line):
 )
 def test_files_that_would_be_misread(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(SequoiaPlanError, match=message):
+    with refusal(message):
         load(tmp_path / name)

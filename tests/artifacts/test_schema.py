@@ -3,8 +3,9 @@
 import pytest
 from format_tables import FILES, with_tables
 from paths import ROOT
+from refusals import refusal
 
-from sequoia_plan.artifacts import Acceptance, Drafting, Latency, Plan, Profile, SequoiaPlanError
+from sequoia_plan.artifacts import Acceptance, Drafting, Latency, Plan, Profile
 from sequoia_plan.artifacts.yaml_text import load
 
 FORMAT = ROOT / "docs" / "format.md"
@@ -65,7 +66,7 @@ def test_profiles_of_copies_that_shared_the_targets_cache_load():
 def test_profiles_are_checked(old, new, message):
     text = PROFILE.to_yaml()
     assert old in text
-    with pytest.raises(SequoiaPlanError, match=f"^p.yaml: .*{message}") as error:
+    with refusal(f"^p.yaml: .*{message}") as error:
         Profile.from_bytes(text.replace(old, new, 1).encode(), "p.yaml")
     assert "\n" not in str(error.value)
 
@@ -74,7 +75,7 @@ def test_profiles_are_checked(old, new, message):
     "content", [b"[" * 100_000, b"- " * 100_000, b"{a: " * 100_000, b"9" * 9999, b"\xff", b"? {}\n"]
 )
 def test_yaml_that_no_reader_can_hold(content):
-    with pytest.raises(SequoiaPlanError, match=r"f: cannot be read as YAML.*; expected a profile"):
+    with refusal(r"f: cannot be read as YAML.*; expected a profile"):
         load(content, "f", "a profile")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from paths import STAND_IN
+from refusals import refusal
 from sessions import check_that_it_ends_with, has_ended, session_pids
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -73,7 +74,7 @@ def test_requests_that_run_together_share_no_begin(engine):
     """The stand-in refuses those that do; a request takes the slot of one that has ended."""
     start(engine, "strict")
     decode(engine, [[9]] * 12, [[slot] * 8 for slot in range(3)], 7)
-    with pytest.raises(SequoiaPlanError, match="share their begin"):
+    with refusal("share their begin"):
         decode(engine, [[9]] * 2, [[], []], 7)
 
 

@@ -10,11 +10,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from commands import call
+from commands import call, engine_plan
 from paths import DATA
 
 from sequoia_plan.engines import live
-from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.planner.cli import main
 
 PAGES = {path.stem[14:]: path.read_text() for path in DATA.glob("vllm/server-0.32.0-*.txt")}
@@ -144,7 +143,7 @@ def turns(*answers):
 def plan_of(diagnose, before, after, *words):
     """The diagnosis between two pages."""
     result, _ = diagnose({"/metrics": turns(before, after)}, "--json", *words, code=0)
-    plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
+    plan = engine_plan(result)
     return plan.engine, *plan.contexts, *plan.contexts[0].cells
 
 

@@ -4,17 +4,16 @@
 folder of the build and of the embedded models as GGUF files.
 """
 
-import json
 import os
 from pathlib import Path
 
 import pytest
-from commands import succeed
+from commands import engine_plan, succeed
+from refusals import refusal
 
-from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.engines.llama_server import find_build
 from sequoia_plan.engines.llamacpp import LlamaCppPool
-from sequoia_plan.engines.plan import NONE, Drafting, EnginePlan
+from sequoia_plan.engines.plan import NONE, Drafting
 from sequoia_plan.engines.pool import Workload
 from sequoia_plan.engines.spec_types import flags
 
@@ -46,7 +45,7 @@ def diagnosis(tmp_path_factory):
     words = f"-m {TARGET} -md {DRAFT} --server {SERVER} --most 3 --context 700,64 --tokens 24 "
     words += f"--spec-type draft-simple,ngram-mod --verify --prompts {path} --json"
     result = succeed("diagnose", "llamacpp", *words.split(), "--server-args", "-t 1")
-    return EnginePlan.from_dict(json.loads(result.stdout), "plan")
+    return engine_plan(result)
 
 
 def test_a_diagnosis(diagnosis):
@@ -128,5 +127,5 @@ def test_llama_server_takes_the_line():
     [("draft-eagle3", "the draft does not pair with this target"), ("medusa", "unknown specul")],
 )
 def test_a_draft_that_does_not_pair_and_a_type_that_is_none_are_one_line(types, message):
-    with pytest.raises(SequoiaPlanError, match=message), pool(DRAFT, types) as servers:
+    with refusal(message), pool(DRAFT, types) as servers:
         servers.ensure_running([Drafting(2)])

@@ -1,11 +1,10 @@
 """`sequoia-plan diagnose llamacpp` and `--url` with a stand-in: plans, and faults of servers."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
-from commands import call, refused
+from commands import call, engine_plan, refused
 from paths import STAND_IN
 from sessions import session_pids
 
@@ -13,7 +12,7 @@ from sequoia_plan.engines import llama_server, llamacpp
 from sequoia_plan.engines.chain_replay import ChainStep
 from sequoia_plan.engines.llama_server import Timings, steps_of_timings
 from sequoia_plan.engines.llamacpp import LlamaCppPool
-from sequoia_plan.engines.plan import NONE, EnginePlan
+from sequoia_plan.engines.plan import NONE
 from sequoia_plan.engines.pool import Workload
 from sequoia_plan.engines.spec_types import is_recurrent, type_of_files
 
@@ -55,7 +54,7 @@ def test_a_diagnosis(invoke, words):
     """The stand-in's steps take 5 ms, 1.5 more for each drafted token, and .5 for a last pass."""
     result = invoke(*words.split(), "--verify", "--json", "--report", "page.html")
     assert result.exit_code == 0, result.output
-    plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
+    plan = engine_plan(result)
     assert (plan.engine, plan.engine_version) == ("llamacpp", "1 (stand-in)")
     assert [part.context for part in plan.contexts] == ([100, 300] if "context" in words else [0])
     html = Path("page.html").read_text()

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 from gguf_files import write_tokenizer
+from refusals import refusal
 from vocabularies import ENDS, IDS
 
-from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.files.gguf_file import read_gguf
 from sequoia_plan.models.files.gguf_tokenizer import end_tokens, gguf_tokenizer
 
@@ -60,7 +60,7 @@ def differing(llama, path, texts, tokenizer):
 def test_its_vocabularies(llama, path):
     """Those that are not followed are refused; split in other ways, some texts have other ids."""
     if path.stem.removeprefix("ggml-vocab-") in REFUSED:
-        with pytest.raises(SequoiaPlanError, match="which the tokenizer would not follow"):
+        with refusal("which the tokenizer would not follow"):
             gguf_tokenizer(read_gguf(path))
         return
     tokenizer, texts = gguf_tokenizer(read_gguf(path)), path.with_suffix(".gguf.inp")

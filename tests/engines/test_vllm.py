@@ -8,10 +8,8 @@ import json
 import os
 
 import pytest
-from commands import succeed
+from commands import engine_plan, succeed
 from sessions import check_that_it_ends_with
-
-from sequoia_plan.engines.plan import EnginePlan
 
 PYTHON = os.environ.get("SEQUOIA_PLAN_VLLM", "")
 pytestmark = [
@@ -69,7 +67,7 @@ def test_the_plan(folder):
     speculative = json.dumps({"method": "draft_model", "model": str(folder / "draft")})
     options = ("--engine-args", json.dumps(OPTIONS), "--speculative-config", speculative)
     result = succeed("diagnose", "vllm", *words.split(), *options)
-    plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
+    plan = engine_plan(result)
     (part,) = plan.contexts
     assert plan.engine_version and 0.1 < part.acceptance.survival[0] < 0.9
     assert len(part.acceptance.accepted) == 3

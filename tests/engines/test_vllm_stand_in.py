@@ -8,12 +8,12 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from commands import call, refused, succeed
+from commands import call, engine_plan, refused, succeed
 from msgspec.structs import replace
 from paths import STAND_IN
 
 from sequoia_plan.engines import vllm
-from sequoia_plan.engines.plan import EnginePlan, ScheduleEntry
+from sequoia_plan.engines.plan import ScheduleEntry
 from sequoia_plan.engines.vllm import VllmPool
 from sequoia_plan.planner.report.engine_table import print_plan, sentences
 
@@ -32,7 +32,7 @@ def measured_plan(tmp_path_factory):
         patch.setenv("PYTHONPATH", str(STAND_IN))
         patch.setattr(vllm, "IDLE_SECONDS", 0.0)  # the stand-in does not poll for work
         result = succeed("diagnose", *words.split(), "--json", *DRAFT)
-    plan = EnginePlan.from_dict(json.loads(result.stdout), "plan")
+    plan = engine_plan(result)
     return plan, (folder / "page.html").read_text()
 
 

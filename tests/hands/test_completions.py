@@ -9,7 +9,7 @@ from gguf_files import SIZES, write_gguf, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from toys import toy_decoder
+from toys import PLAIN, toy_decoder
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from sequoia_plan.artifacts import TokenTree
@@ -105,7 +105,7 @@ def test_the_first_complete_string_ends_a_text_however_it_comes(strings, parts):
 
 
 def test_text_that_goes_on_gets_no_space(pieces):
-    decoder = toy_decoder(TokenTree.chain(1))
+    decoder = toy_decoder(PLAIN)
     decoder.tokenizer = pieces
     session = decoder.start([5])
     session.say(" b")
@@ -123,7 +123,7 @@ def test_raw_prompts_have_no_template(pair, monkeypatch):
         "The capital of France is",
     )
     raw, chat = (json.loads(succeed(*options, *more).stdout) for more in (["--raw"], []))
-    plain = SequoiaDecoder(pair.target, None, TokenTree.chain(1), tokenizer=pair.tokenizer)
+    plain = SequoiaDecoder(pair.target, None, PLAIN, tokenizer=pair.tokenizer)
     expected = plain.generate(options[-1], 8)
     assert raw["tokens"] == expected.sequences[0, -8:].tolist() != chat["tokens"]
     assert raw["text"] == expected.text and raw["text"].startswith(" ")

@@ -1,8 +1,11 @@
 """Commands in this process."""
 
+import json
+
 from click.testing import CliRunner
 
 from sequoia_plan.artifacts import Acceptance, Latency, Profile
+from sequoia_plan.engines.plan import EnginePlan
 from sequoia_plan.planner.cli import main
 
 LATENCY = Latency({1: 0.04, 4: 0.042, 16: 0.05}, {1: 0.003, 16: 0.004}, 0.001, 128)
@@ -19,6 +22,11 @@ def succeed(*words):
     result = call(*words)
     assert result.exit_code == 0, result.output
     return result
+
+
+def engine_plan(result):
+    """The plan for an engine that a command printed as JSON."""
+    return EnginePlan.from_dict(json.loads(result.stdout), "plan")
 
 
 def refused(result, code, *parts):

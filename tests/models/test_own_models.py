@@ -123,7 +123,7 @@ def test_what_cannot_be_loaded_is_one_line(monkeypatch, tmp_path):
 
 def test_a_draft_made_from_the_target_needs_no_other_model(folder, tmp_path, monkeypatch):
     """`int8` names it, which is said without one; a folder of that name is another draft."""
-    with pytest.raises(ArgumentError, match="or use --draft int8"):
+    with refusal("or use --draft int8", ArgumentError):
         load_pair(str(folder / "target"))
     monkeypatch.chdir(tmp_path)
     for name, model in (("target", "target"), ("int8", "draft")):
@@ -156,7 +156,7 @@ def test_a_draft_is_cut_to_the_tokens_of_another():
     whole_bytes = own_bytes(draft, cut.target)
     draft.cut_vocabulary(torch.arange(16))
     assert own_bytes(draft, cut.target) < whole_bytes
-    with pytest.raises(ArgumentError, match="expected an EAGLE-3 draft that covers"):
+    with refusal("expected an EAGLE-3 draft that covers", ArgumentError):
         load_pair(draft=file, draft_vocabulary=file)
     with refusal("covers token"):  # another target's tokens
         load_pair(draft=file, draft_vocabulary=CODER_DRAFT)
@@ -166,7 +166,7 @@ def test_a_targets_file_has_its_draft(monkeypatch, tmp_path):
     """By the begin of the file's SHA-256; other files need a name."""
     file = tmp_path / "renamed.gguf"
     file.symlink_to(embedded_gguf())
-    with pytest.raises(ArgumentError, match="name a draft for it"):
+    with refusal("name a draft for it", ArgumentError):
         load_pair(str(file))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:32]
     monkeypatch.setitem(DRAFT_OF_FILE, digest, DEFAULT_DRAFT)

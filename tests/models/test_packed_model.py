@@ -286,9 +286,9 @@ def test_rounded_weights(bits):
 
 
 def test_what_rounding_costs_is_said(folder):
-    with pytest.raises(ArgumentError, match=r"bits: found 8 for .*; a GGUF file has bits"):
+    with refusal(r"bits: found 8 for .*; a GGUF file has bits", ArgumentError):
         load_pair(bits=8)
-    with pytest.raises(ArgumentError, match="bits: found 5 for compiled"):
+    with refusal("bits: found 5 for compiled", ArgumentError):
         load_pair(dtype="float32", bits=5)
     with refusal("bits 4: the model cannot be compiled: heads of 8"):
         load_pair(str(folder / "target"), "none", dtype="float32", bits=4)

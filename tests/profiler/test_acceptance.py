@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from enumeration import exact_acceptance
+from refusals import refusal
 from toys import PROMPTS, toy_pair
 
-from sequoia_plan.artifacts import Acceptance, SequoiaPlanError, TokenTree
+from sequoia_plan.artifacts import Acceptance, TokenTree
 from sequoia_plan.artifacts.counts import MAX_KINDS, ClassCounts
 from sequoia_plan.artifacts.expected_tokens import expected_tokens
 from sequoia_plan.profiler.children import DrawnChildren
@@ -226,7 +227,7 @@ def test_interrupted_runs_go_on(tmp_path):
 
 
 def test_prompts_that_leave_no_room_are_refused():
-    with pytest.raises(SequoiaPlanError, match="prompt: 512 tokens"):
+    with refusal("prompt: 512 tokens"):
         measured(toy_pair(), Sampling(), [[1] * 512])
 
 

@@ -88,7 +88,7 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
         (compiled_step, "RULES", {"sequoia": 2, "traversal": 1}),
         ("sequoia_plan.runtime.captured_step.catch_up", lambda *a: 0 * catch_up(*a)),
     ]
-    num_different = [0, 0]
+    is_seen = [False, False]
     for (name, tree), workers in zip(trees.items(), (1, 2, 3), strict=False):
         decoder = SequoiaDecoder(*models, tree)
         use_workers(decoder.step.target.backend, workers)
@@ -102,10 +102,12 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
                     patch.setattr(CapturedStep, "_compiled", lambda *_: None)
                     expected = outputs(decoder, seed, sampling)
                 assert ours == expected, (name, sampling, seed)
+                if is_seen[seed % 2]:
+                    continue
                 with monkeypatch.context() as patch:
                     patch.setattr(*controls[seed % 2])
-                    num_different[seed % 2] += outputs(decoder, seed, sampling) != expected
-    assert all(num_different) or kind == "none"
+                    is_seen[seed % 2] = outputs(decoder, seed, sampling) != expected
+    assert all(is_seen) or kind == "none"
 
 
 @pytest.mark.parametrize("kind", ["language model", "EAGLE-3"])
@@ -113,8 +115,8 @@ def test_steps_are_those_of_tensors(kind, monkeypatch):
 def test_joint_law_of_two_tokens(kind, verifier, monkeypatch):
     """Chi-square; in the control, path and bonus token share their random number."""
     decoder = SequoiaDecoder(*pair(kind, 4), TokenTree([-1, 0, 0, 1]))
-    law = decoder, [2, 1, 2], 2, 20000, Sampling(4.0, verifier=verifier)
-    assert joint_law_p_value(*law) > 1e-3
+    law, sampling = (decoder, [2, 1, 2], 2), Sampling(4.0, verifier=verifier)
+    assert joint_law_p_value(*law, 20000, sampling) > 1e-3
     refill = SequenceState.refill_random_numbers
 
     def shared(sequence, count):
@@ -122,7 +124,7 @@ def test_joint_law_of_two_tokens(kind, verifier, monkeypatch):
         sequence.uniforms[1] = sequence.uniforms[0]
 
     monkeypatch.setattr(SequenceState, "refill_random_numbers", shared)
-    assert joint_law_p_value(*law) < 1e-9
+    assert joint_law_p_value(*law, 12000, sampling) < 1e-9
 
 
 def test_faults_leave_the_decoder_usable(monkeypatch):

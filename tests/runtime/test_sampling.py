@@ -9,6 +9,7 @@ import torch
 from architectures import tiny
 from enumeration import chi_square, independent
 from enumeration import without_replacement as drawn_orders
+from refusals import refusal
 from toys import normal
 from transformers import GenerationConfig, TopPLogitsWarper
 
@@ -108,7 +109,7 @@ REFUSED = {
 def test_a_generation_config_that_cannot_be_honoured_is_refused_by_name(name):
     config = GenerationConfig(do_sample=True)
     setattr(config, name, REFUSED[name])
-    with pytest.raises(ArgumentError, match=f"^{name}: found"):
+    with refusal(f"^{name}: found", ArgumentError):
         Sampling.from_generation_config(config)
 
 
@@ -137,5 +138,5 @@ IMPOSSIBLE = {
     ("name", "value"), [(name, value) for name in IMPOSSIBLE for value in IMPOSSIBLE[name]]
 )
 def test_impossible_settings(name, value):
-    with pytest.raises(ArgumentError, match=re.escape(f"{name}: found {value!r}")):
+    with refusal(re.escape(f"{name}: found {value!r}"), ArgumentError):
         Sampling(**({"temperature": 1.0} | {name: value}))

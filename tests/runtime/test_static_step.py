@@ -59,9 +59,13 @@ def traced(monkeypatch):
     monkeypatch.setattr(captured_step, "EXTENT_MULTIPLE", {"cpu": 1024})  # one shape, one trace
     # dynamo cannot guard tensors of inference mode
     monkeypatch.setattr(SequoiaDecoder, "steps", SequoiaDecoder.steps.__wrapped__)
-    compiled = torch.compile(TreeStep.__call__, fullgraph=True, backend="aot_eager", dynamic=False)
+
+    def trace(backend="eager"):
+        options = dict(fullgraph=True, backend=backend, dynamic=False)
+        monkeypatch.setattr(CapturedStep, "run", torch.compile(TreeStep.__call__, **options))
+
     with torch.no_grad():
-        yield lambda: monkeypatch.setattr(CapturedStep, "run", compiled)
+        yield trace
 
 
 LOOKS_UP = TokenTree(TREE.parents, looks_up=True)
@@ -84,7 +88,8 @@ def test_the_step_traces_whole_and_the_trace_gives_the_same_tokens(kind, samplin
         tree = PORTFOLIO if kind == "portfolio" else TREE
         eager, traced_decoder = (decoder().with_tree(tree) for _ in range(2))
     expected = accepted(eager, sampling)
-    traced()
+    # once down to the operations that PyTorch's own ones are made of, which takes twice as long
+    traced("aot_eager" if sampling.greedy else "eager")
     assert accepted(traced_decoder, sampling) == expected
     # other kinds may end their text earlier
     assert expected and (len(expected) == STEPS or kind != "language model")
