@@ -182,7 +182,7 @@ def earlier_matches(tokens: Sequence[int], size: int) -> list[int]:
     """For each token of a text, where the `size` tokens that end with it began before; 0 for none.
 
     As `common_ngram_simple_draft` of llama.cpp does: the latest begin >= 1 of the same `size`
-    tokens that end before this token.
+    tokens that end two tokens or more before this one.
     """
     begins: dict[tuple[int, ...], int] = {}
     matches = [0] * len(tokens)

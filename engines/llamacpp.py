@@ -138,6 +138,7 @@ class LlamaCppPool(EnginePool):
         texts, recorded = self.record(context)
         times = self._step_times(recorded, context)
         draftings = candidates(self.max_length * bool(self.draft_type))
+        # without steps of a run that drafted, those of copying by lookup
         steps = [text.answer for text in recorded.get(self.recording, ())]
         counted = acceptance_of(
             steps or [text.replay(COPIED) for text in texts], self.source(context)
@@ -146,7 +147,8 @@ class LlamaCppPool(EnginePool):
         best = NONE
         if self.draft_type:
             chains = [drafting for drafting in draftings if drafting.is_chain]
-            best = best_drafting(replace(model, draftings=chains), times, 1)
+            best = best_drafting(replace(model, draftings=chains), times, batch=1)
+            # where nothing is looked up, the draft's best chain
             draftings += [
                 structs.replace(lookup, length=best.length, min_prob=best.min_prob)
                 for lookup in draftings

@@ -57,7 +57,7 @@ def workings(model: Any) -> State:
             type(module).forward,
             id(vars(module).get("forward")),
             (*module._forward_hooks, "before", *module._forward_pre_hooks),
-            tuple(numbers_of(module).items()),
+            tuple(settings_of(module).items()),
         )
         for name, module in unwrapped(model).named_modules()
     }
@@ -84,8 +84,8 @@ def weight_memory(module: nn.Module) -> tuple[tuple[int, int], ...]:
     return tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 
 
-def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own settings, as the epsilon of a norm."""
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes that are no modules or tensors, as the epsilon of a norm."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -111,7 +111,7 @@ def check_mode(model: Any) -> None:
 
 def _drops_out(module: nn.Module) -> bool:
     """Does a module have a probability that it drops something out?"""
-    return any(v for name, v in numbers_of(module).items() if name == "p" or "drop" in name)
+    return any(v for name, v in settings_of(module).items() if name == "p" or "drop" in name)
 
 
 def _settings(model: Any) -> State:

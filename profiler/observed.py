@@ -76,7 +76,9 @@ class ObservedAcceptance:
 def _clipped_off_spine(trials: Ints, counts: Floats) -> Floats:
     """Counts off the spine, scaled so that neither node class has more counts than trials.
 
-    What is too much for one class goes to the other, so the sum stays. float64 [levels, ranks].
+    Counts were scaled to what a verifier accepts, so they may exceed trials. What is too much for
+    one class goes to the other, so the sum stays. `trials` [levels, 2] and `counts` [levels, 2,
+    ranks] are those on the spine and off it. Returns float64 [levels, ranks].
     """
     shares = np.minimum(1, trials / np.maximum(counts.sum(-1), 1e-300))[..., None]
     total, off_spine = counts.sum(1), counts[:, 1] * shares[:, 1]
@@ -126,9 +128,9 @@ def as_traversal_accepts(counts: Floats, trials: Ints, reached: Floats, tree: To
 
     The counts of ranks that `tree` has on a level are multiplied by how many times as often
     `traversal` as `sequoia` gets past that level. The counts of the other ranks stay as they are,
-    unless a prompt's level would then have more counts than trials: they are scaled down to fit.
-    `counts` float64 [prompts, levels, ranks]; `trials` int64 [prompts, levels]; `reached` float64
-    [2, levels of `tree`].
+    unless a prompt's level would then have more counts than trials: both are then scaled down to
+    fit. `counts` float64 [prompts, levels, ranks]; `trials` int64 [prompts, levels]; `reached`
+    float64 [2, levels of `tree`]: how often `sequoia` and `traversal` get to each level.
     """
     ratio = acceptance_ratio(reached, counts.shape[1])
     max_children = max_children_by_level(tree)

@@ -103,9 +103,11 @@ class VerificationTimer:
 def fit(
     verification: Mapping[TokenTree, float], with_lookup: Mapping[TokenTree, float]
 ) -> VerificationCost:
-    """The base and seconds a node, not negative, of least squared relative errors.
+    """Fit the seconds of verifying a tree as base + per_node * nodes, both 0 or more.
 
-    From the seconds of trees, and of one of them with a lookup.
+    By least squares of relative errors; the root, the same in all trees, is in the base. The third
+    cost is the most that a lookup adds. `verification`: seconds by tree; `with_lookup`: of some of
+    these with a lookup.
     """
     seconds = np.array(list(verification.values()))
     nodes = np.array([tree.size for tree in verification]) - 1.0

@@ -110,7 +110,10 @@ def rope_reason(config: PreTrainedConfig) -> str:
 
 
 def attention_window(config: PreTrainedConfig) -> tuple[int | None, bool]:
-    """The window, or chunk, of a model's attention, and whether its layers differ in type."""
+    """Tokens that attention sees, None for all of them, and whether the layers differ in type.
+
+    Raises SequoiaPlanError for layers of a type that is not known here.
+    """
     layer_types = set(getattr(config, "layer_types", None) or ())
     layer_types |= set(getattr(config, "attention_layers", None) or ())
     known_types = {FULL, WINDOWED, CHUNKED, "attention", "global", *RECURRENT, "moe", "mlp"}

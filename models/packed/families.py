@@ -17,7 +17,7 @@ from sequoia_plan.models.base.architecture import attention_window, head_size, r
 from sequoia_plan.models.files.stored import DTYPE_FORMATS
 from sequoia_plan.models.layers.attention import IMPLEMENTATIONS, attention_implementation
 from sequoia_plan.models.layers.fused_layer import is_as_defined
-from sequoia_plan.models.module_state import numbers_of
+from sequoia_plan.models.module_state import settings_of
 from sequoia_plan.models.packed.forward import UNIT
 
 CLASSES = {
@@ -82,12 +82,12 @@ def _not_as_configured(model: PreTrainedModel) -> str:
         new, module = new_modules.get(name), modules.get(name)
         if new is None or module is None or type(new) is not type(module):
             return name
-        if name and not _has_numbers_of(module, new):
+        if name and not _has_settings_of(module, new):
             return name
     return ""
 
 
-def _has_numbers_of(module: nn.Module, other: nn.Module) -> bool:
+def _has_settings_of(module: nn.Module, other: nn.Module) -> bool:
     """Has a module all the settings of another one, as the epsilon of a norm?"""
-    others = {name: n for name, n in numbers_of(other).items() if name not in UNUSED}
+    others = {name: n for name, n in settings_of(other).items() if name not in UNUSED}
     return {name: vars(module).get(name) for name in others} == others

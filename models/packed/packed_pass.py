@@ -254,7 +254,10 @@ class PackedPass:
         self.scratch = self.new_scratch(self.workers.count, rows, slots)
 
     def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[Any]]:
-        """Memory for passes of so many workers, rows and slots: fields of a `Reader`, by name."""
+        """Memory for passes of so many workers, rows and slots: fields of a `Reader`, by name.
+
+        What every worker computes for itself has memory for each of them.
+        """
         model = self.model
         widest = int(max(model.matrices[..., ROW_BYTES].max(initial=0), model.head[0, ROW_BYTES]))
         own, inner = (workers, rows, self.padded_width), (rows, self.inner_width)
@@ -262,6 +265,7 @@ class PackedPass:
             "x": own,
             "normed": own,
             "attention": (workers, QUERIES * BATCHES, LANES + 2 * model.head_dim + slots),
+            # heads' queries, keys and values
             "heads": (rows, model.heads + 2 * self.kv_heads, model.head_dim),
             "attended": (rows, model.heads, model.head_dim),
             "added": own[1:],

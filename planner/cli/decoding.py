@@ -155,7 +155,11 @@ def pair_for(tree: Any, remark: str, models: dict[str, Any]) -> Any:
 
 
 def tree_for(tree_file: str | None, models: dict[str, Any]) -> tuple[Any, str]:
-    """The tree that is asked for, and what a user should know about it if none was."""
+    """The TokenTree that is asked for, and what a user should know about it if none was.
+
+    `models`: the options `target` and `draft`; where plain decoding is all there is, the draft of
+    these becomes "none".
+    """
     from sequoia_plan.artifacts import TokenTree, load_tree
 
     if tree_file or Path(DEFAULT_TREE).exists():

@@ -58,14 +58,14 @@ def _export_model(output: str, role: str, target: str | None, draft: str | None)
     if role == "target":
         draft = "none"
     else:
-        draft = draft or ("" if target else DEFAULT_DRAFT)
+        draft = draft or ("" if target else DEFAULT_DRAFT)  # which fits its own target only
         if draft not in EMBEDDED_DRAFTS and not draft.endswith(".safetensors"):
             raise click.UsageError(
                 f"--draft {draft}: expected a draft .safetensors file; other engines load a folder "
                 "as it is"
             )
     with new_folder(output) as folder:
-        if draft == DEFAULT_DRAFT:
+        if draft == DEFAULT_DRAFT:  # a folder that other engines load already
             for file in embedded_draft(draft).iterdir():
                 shutil.copy(file, folder)
             name, contents = draft, ", bfloat16"

@@ -176,7 +176,7 @@ def _describe_prompts(profile: Profile, num_half: int, num_all: int) -> str:
 
 
 def _read_tree(path: str) -> TokenTree:
-    """The tree of a file that is to write the text; of trees by match, that for no match."""
+    """The tree with which profiling writes text; of a file with trees by match, that for none."""
     from sequoia_plan.artifacts import TokenTree, load_tree
 
     tree = TokenTree(load_tree(path).parents)

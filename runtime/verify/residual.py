@@ -54,7 +54,7 @@ class Residual:
     def start(
         cls, tree: DrawnTree, order: VerificationOrder, *, removes_rejected: bool
     ) -> Residual:
-        """The state before any rejection: R = p, D = q, c = e = 0, a = 1.
+        """The state before any rejection: R = p, D = q, c = e = 0, a = 1 (see `Residual`).
 
         The rejection of a child that is looked up removes its token from R and changes nothing
         else. So `p` lacks that token from the start, and the child's own p is among `child_terms`.
@@ -62,7 +62,7 @@ class Residual:
         all_probs = tree.target_probs(order.nodes)
         probs = tree.without_looked_up(all_probs, order.nodes)
         looked_up = None if tree.looked_up is None else tree.looked_up[order.nodes]
-        q = tree.draft_probs.index_select(0, order.draft_rows)
+        q = tree.draft_probs.index_select(0, order.draft_rows)  # [inner nodes, draft vocabulary]
         children = tree.drawn.index_select(0, order.draft_rows)
         p = tree.covered(probs)
         p_mass = p.sum(-1)
@@ -174,10 +174,13 @@ class Residual:
 
 
 def sequential_acceptance(tree: DrawnTree, *, removes_rejected: bool) -> Acceptance:
-    """The acceptance if a walk from the root down accepts or rejects one child after the other."""
+    """The acceptance if a walk from the root down accepts or rejects one child after the other.
+
+    `removes_rejected`: a rejected token is taken out of the draft's distribution as well.
+    """
     order = tree.index.together
     residual = Residual.start(tree, order, removes_rejected=removes_rejected)
-    residual.reject_children(order.groups[0])
+    residual.reject_children(order.groups[0])  # all inner nodes are in this group
     child_probs = first_accepted_probs(residual.accept_probs.t())
     return Acceptance(end_probs_from_root(child_probs, tree.index), residual.residual_probs, order)
 

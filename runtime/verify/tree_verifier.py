@@ -65,6 +65,7 @@ class TreeVerifier:
         looked_up = None
         if self.looks_up:
             looked_up = self.looked_up_children(sequence.lookup_chain, sampling.verifier)
+            # parents of looked-up children alone need rows, too, and have none of the draft's
             drafted = self.with_undrafted_rows(*drafted, logits.shape[1])
         tree = DrawnTree(target_probs, *drafted, self.index, self.d2t, looked_up)
         if self.observe:

@@ -340,7 +340,8 @@ def test_a_head_that_is_trained_is_the_one_that_decodes(plain_target, pair, text
     losses_before, _ = held_out_losses(text, untrained_head(plain_target), vocabulary, tokens=d2t)
     losses, logits = held_out_losses(text, loaded.draft, vocabulary, tokens=d2t)
     assert (losses < losses_before).all()
-    decoding = (loaded.draft, batch.tokens[0, :60], batch.hidden_states[0], int(batch.rows[5]))
+    root = int(batch.rows[5])
+    decoding = (loaded.draft, batch.tokens[0, : root + 4], batch.hidden_states[0], root)
     with torch.no_grad():
         passes = logits_of_tree(*started(EagleDrafter, *decoding), TokenTree.chain(3))
     for place, drafted in enumerate(passes):

@@ -213,7 +213,7 @@ def started(drafter_class, draft, text, features, committed):
     """
     drafter = drafter_class(draft, draft.vocabulary, draft.d2t)
     sequence = SequenceState(torch.device("cpu"))
-    sequence.reserve(64, drafter.new_cache, drafter.new_cache)
+    sequence.reserve(max(64, text.numel() + 8), drafter.new_cache, drafter.new_cache)
     sequence.tokens[: text.numel()] = text
     sequence.length.fill_(committed)
     drafter.prefill(sequence.draft, text[:committed], 0)

@@ -76,10 +76,10 @@ class Recording:
         return Recording(self.texts, problems)
 
     def decode(self, trees: tuple[TokenTree, ...]) -> DecodedAgain:
-        """Decode the recorded texts again with the tree of each match class."""
+        """Replay the recorded texts, without models, with the tree of each match class."""
         pairs = zip(self.problems, trees, strict=True)
         result = replay(self.texts, trees, [problem.of(tree).rates for problem, tree in pairs])
-        seconds_by_next_tree = _catch_up_seconds(trees, self.times)
+        seconds_by_next_tree = _catch_up_seconds(trees, self.times)  # [unread tokens, next tree]
         problems = []
         for match_class, problem in enumerate(self.problems):
             visits = result.visits_by_run[match_class]
@@ -94,7 +94,7 @@ class Recording:
             problems.append(MatchProblem(problem.match_length, drafted, looked_up))
         shares = np.maximum(result.shares, MIN_SHARE)
         shares /= shares.sum()
-        figures = step_figures(problems, trees)
+        figures = step_figures(problems, trees)  # [match classes, (tokens, seconds)]
         figures[:, 0] = result.tokens_per_step  # as replayed, in place of what the rates expect
         speed = tokens_per_second(shares, figures)
         return DecodedAgain(trees, shares, problems, speed, result.tokens_per_step)

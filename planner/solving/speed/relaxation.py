@@ -177,9 +177,11 @@ def optimise_prices(search, box, prices, goal, share, steps, tree):
 
 
 def candidate_nodes(rates: Floats, floor: float) -> CandidateNodes:
-    """List every node of a value above `floor`, and its earlier siblings.
+    """List every node of a value above `floor`, and its earlier siblings, breadth-first.
 
-    `rates` float64 [levels, node classes, ranks].
+    A node's value is the product of the rates on its path. `rates` float64 [levels, node classes,
+    ranks]; class 0 is the spine (the root's first child, its first child, ...), the last class all
+    others.
     """
     values, counts, has_spine = [np.ones(1)], [], True
     for level_rates in rates:

@@ -45,9 +45,10 @@ def frontier(rates: Floats, size: int) -> list[Floats]:
 
 
 def parents(rates: Floats, size: int) -> Ints:
-    """Find the best tree of exactly `size` nodes, which must exist, numbered breadth-first.
+    """Find the tree of `size` nodes, which must exist, with the most expected tokens.
 
-    `rates` float64 [levels, node classes, ranks]; returns int64 [size].
+    `rates` float64 [levels, node classes, ranks]; returns each node's parent, int64 [size],
+    breadth-first, -1 for the root.
     """
     levels = _solve(rates, size, {})
     off_spine = rates.shape[1] - 1
@@ -59,19 +60,21 @@ def parents(rates: Floats, size: int) -> Ints:
         if nodes == 1:
             continue
         if subtree not in shares_of:
-            row, table = rates[level, node_class], levels[level][1][node_class]
-            shares_of[subtree] = _split(row, levels[level + 1][0][off_spine], table, nodes)
+            (_, tables), (best_below, _) = levels[level : level + 2]
+            child_rates, table = rates[level, node_class], tables[node_class]
+            shares_of[subtree] = _split(child_rates, best_below[off_spine], table, nodes)
         for rank, share in enumerate(shares_of[subtree]):
             subtrees.append((level + 1, node_class if rank == 0 else off_spine, share))
             tree_parents.append(node)
     return np.array(tree_parents)
 
 
-def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
+def _split(child_rates: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
     """How many nodes each child's subtree has in the best subtree of `nodes` nodes, in all.
 
-    `row` float64 [ranks], p of the root; `below` float64 [sizes], best of a child off the spine;
-    `table` float64 [ranks + 1, sizes], T of the root's level and node class.
+    `child_rates` float64 [ranks]: of the root's children; `below` float64 [sizes]: most expected
+    tokens of a subtree of i + 1 nodes off the spine; `table` float64 [ranks + 1, sizes]: those of
+    the root with k children, and i nodes beyond one for it and one for each.
     """
     num_children = np.arange(1, min(len(table), nodes))
     rank = 1 + int(np.argmax(table[num_children, nodes - 1 - num_children]))
@@ -79,7 +82,7 @@ def _split(row: Floats, below: Floats, table: Floats, nodes: int) -> list[int]:
     left = nodes - 1 - rank  # beyond one node for the root and for each child
     for b in range(rank, 1, -1):
         extra = min(left, len(below) - 1)
-        sums = table[b - 1, left - extra : left + 1][::-1] + row[b - 1] * below[: extra + 1]
+        sums = table[b - 1, left - extra : left + 1][::-1] + child_rates[b - 1] * below[: extra + 1]
         shares.append(int(np.argmax(sums)) + 1)
         left -= shares[-1] - 1
     return [left + 1, *shares[::-1]]  # the first child has the rest
