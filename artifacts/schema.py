@@ -85,7 +85,7 @@ def refusal(error: ValidationError, name: str) -> SequoiaPlanError:
 
 
 def is_plain(value: Any, levels: int = MAX_NESTING) -> bool:
-    """Whether a value can be written again, and printed without steering a terminal."""
+    """Whether a value can be written as JSON, and printed without steering a terminal."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):

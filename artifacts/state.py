@@ -100,7 +100,9 @@ class State(NamedTuple):
     def choose(self, choices: Sequence[Choice]) -> Choice:
         """Which choice the step takes: of the highest F - S t (planner/solving/match/portfolio.py).
 
-        F is what the text's own tokens make of the plan's, and S the speed.
+        F is what the text's own tokens make of the plan's, t less the larger the choice's doubt,
+        and S the speed. `choices`: the plan's own first, plain steps last, which a text takes that
+        lost time by the others.
         """
 
         def gain(choice: Choice) -> float:

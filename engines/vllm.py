@@ -62,7 +62,7 @@ class VllmPool(EnginePool):
         return MAX_CPU_ENGINES if self.device == "cpu" else 1
 
     def start(self, key: Drafting) -> EngineProcess:
-        """Starts an engine; the first one says what vLLM it is."""
+        """Starts an engine that drafts `key.length` tokens, and notes its vLLM's version."""
         activity = f"starting vLLM with {key.length} speculative tokens"
         self.report_status(activity)
         engine = EngineProcess(self.python)

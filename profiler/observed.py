@@ -41,8 +41,9 @@ class ObservedAcceptance:
     def totals(self) -> Counts:
         """Counts over all prompts, down to the last level with trials; there must be one.
 
-        `trials` int64 [levels, classes], `counts` float64 [levels, classes, ranks]. A file has
-        both classes together and the part off the spine, rounded; those on it are the difference.
+        `trials` int64 [levels, classes], `counts` float64 [levels, classes, ranks]; nodes on the
+        spine are of class 0, all others of class 1. Rounded as a file has them, which has both
+        classes together and the part off the spine.
         """
         num_levels = int(np.flatnonzero(self.trials.sum((0, 2)))[-1]) + 1
         trials, counts = (n.sum(0)[:num_levels] for n in (self.trials, self.counts))

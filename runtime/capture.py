@@ -118,7 +118,7 @@ class Graphs:
         get_state: Callable[[], Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
     ) -> None:
-        """Capture `function(*inputs)` and keep the graph; count a failure, and warn of the last."""
+        """Capture `function(*inputs)` and keep the graph; count failures, and warn of the last."""
         try:
             replay, result = self.capture(_part_of(key), function, get_state(), inputs)
         except torch.OutOfMemoryError:

@@ -23,7 +23,7 @@ def in_order(bits):
 
 @fast
 def maximum(values):
-    """The largest of the values, float32 [n]."""
+    """The largest of the values, float32 [n], as integers in the same order, which vectorise."""
     bits = values.view(np.int32)
     largest = np.int32(-(1 << 31))
     for index in range(bits.size):

@@ -213,9 +213,9 @@ def _emit_integer_step(
 
 
 def _emit_factors(emit: Emitter, format: Format, block: Value, output: Value) -> list[Value]:
-    """A block's scale, and its offset if the format has one, of `lanes` outputs from one on."""
+    """Scales of `emit.lanes` outputs from `output` on in a block, and offsets if there are any."""
     builder, size = emit.builder, format.step["factors"].shape[2]
-    if size == 1:  # 2 to the power of byte - 131, whose exponent field is byte - 4
+    if size == 1:  # 2 ** (byte - 127) / 16, as MXFP4's values are 16-fold: exponent field byte - 4
         exponents = emit.load(emit.at(block, output), ir.VectorType(BYTE, emit.lanes))
         exponents = builder.zext(exponents, emit.word_vector)
         exponents = builder.sub(exponents, emit.words(4))

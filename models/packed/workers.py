@@ -48,8 +48,9 @@ def look_and_pause(context, address):
 def wait(counter, workers, rounds):
     """Wait until all `workers` threads have come here `rounds` times; returns `rounds` + 1.
 
-    `counter`: the address of int64 [COUNTER_WORDS] that were 0 in round 1. What is taken is counted
-    from 0 again in each round.
+    `counter`: the address of int64 [COUNTER_WORDS] that were 0 in round 1: how often threads came,
+    at TAKEN how many pieces of work they took since the last round, at FINISHED the rounds that
+    ended.
     """
     if fetch_and_add(counter, 1) + 1 == workers * rounds:  # the last one lets the others go
         taken = fetch_and_add(counter + TAKEN, 0)

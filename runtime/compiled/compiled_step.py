@@ -159,7 +159,10 @@ class CompiledStep:
         return np.diff(self.step.times[: len(tree.passes) + 3]).tolist()
 
     def time_passes(self, tree: Tree, sampling: Sampling, *, of_target: bool) -> list[float]:
-        """Run the draft's passes, or the target's, and return the seconds of each."""
+        """Run the draft's passes, or the target's one; returns the seconds of each.
+
+        `step.times`: the start, the end of each draft pass, and that of the target's.
+        """
         parts = TARGET if of_target else DRAFT
         self(tree, sampling, max_match=0, num_unread=0, parts=parts)
         if of_target:

@@ -154,7 +154,10 @@ def probs_of_row(scores, largest_score, temperature, top_k, top_p, min_p, sums, 
 
 @fast
 def target_probs(rows, largest_scores, temperature, top_k, top_p, min_p):
-    """`Sampling.target_probs` of rows, in place; `largest_scores` [rows]."""
+    """Turn rows of logits, float32 [rows, vocabulary], into `Sampling.target_probs` in place.
+
+    `largest_scores` float32 [rows]: each row's largest logit.
+    """
     memory, sums = np.empty(rows.shape[1], np.float32), np.empty(-(-rows.shape[1] // BLOCK))
     for row in range(len(rows)):
         probs_of_row(
@@ -173,7 +176,10 @@ def _is_among(token, tokens):
 
 @fast
 def _sum_without(values, start, skipped):
-    """The sum of a block's values without `skipped` tokens, in order; `start`: its first token."""
+    """The sum of a block's values without those of `skipped`, ascending tokens of all blocks.
+
+    `start`: the block's first token.
+    """
     total, first = 0.0, 0
     for token in skipped:
         if start <= token < start + values.size:

@@ -85,10 +85,12 @@ def fastest_portfolio(
 
         repeat until no class has a faster tree:
             for each class: find the tree T of the largest (F(T) + F') / (t(T) + t'),
-                where F' and t' are tokens and seconds of the other classes for each step of this
+                where F' and t' are the others' tokens and seconds for each step of this class
 
-    Each round raises S. In the end every class has a tree of the largest F - S t at the common S,
-    so no other trees are faster together.
+    F(T) and t(T) are the expected tokens and seconds of a step with the tree T, w_c the share of
+    class c, and S the tokens a second of all classes together. Each round raises S. In the end
+    every class has a tree of the largest F - S t at the common S, so no other trees are faster
+    together.
 
     If no tree of class c makes more than S + d_c tokens a second with the others' trees, then for
     any tree T of the class F(T) - S t(T) exceeds that of its present tree by at most

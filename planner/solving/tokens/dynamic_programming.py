@@ -91,10 +91,11 @@ def _split(child_rates: Floats, below: Floats, table: Floats, nodes: int) -> lis
 def _solve(
     rates: Floats, size: int, solved: Solved, keeps_tables: bool = True
 ) -> list[tuple[Floats, Floats]]:
-    """Compute best and T of each level, as `_solve_level` returns them, the root's level first.
+    """Compute best and T of each level (see `_solve_level`), the root's level first.
 
-    Levels with the same rates and the same best below them have the same of both, so these are
-    computed once and kept in `solved`. Without `keeps_tables` T, which is large, is empty.
+    `rates` float64 [levels, node classes, ranks]. Levels with the same rates and the
+    same best below them have the same of both, so these are computed once and kept in `solved`.
+    Without `keeps_tables` T, which is large, is empty.
     """
     # The last level first. Its nodes have no children: a subtree is one node.
     levels = [(np.ones((rates.shape[1], 1)), np.empty(0))]
