@@ -138,12 +138,12 @@ def test_processes_agree_on_the_sources_of_compiled_code():
         "from sequoia_plan.models.packed import records\n"
         "from sequoia_plan.runtime.compiled import step\n"
         "stamp = step.decode._cache._cache_file._source_stamp\n"
-        "print(stamp, [*{records.__name__, step.__name__}], sep='|')"
+        "print(stamp, [*{records.__name__, step.__name__}], sep='\\n')"
     )
     found = set()
     for seed in range(3):
         environment = os.environ | {"PYTHONHASHSEED": str(seed)}
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=environment, capture_output=True, check=True)
-        found.add(tuple(done.stdout.decode().strip().rsplit("|", 1)))
+        found.add(tuple(done.stdout.decode().splitlines()))
     assert len({stamp for stamp, _ in found}) == 1 < len({order for _, order in found})
