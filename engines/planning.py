@@ -62,8 +62,8 @@ def schedule_up_to(max_batch: int, model: StepModel, times: StepTimes) -> tuple[
     }
     schedule = []
     for length, batches in groupby(lengths, lengths.__getitem__):
-        first, *others = batches
-        schedule.append(ScheduleEntry(first, [first, *others][-1], length))
+        sizes = [*batches]
+        schedule.append(ScheduleEntry(sizes[0], sizes[-1], length))
     return tuple(schedule)
 
 

@@ -112,10 +112,11 @@ class SequoiaDecoder:
         self.choices: dict[tuple[int, int], list[Choice]] = {}  # by length and match length
         for length, t in {0: tree, **tree.by_context}.items():
             for match in (*t.portfolio, *(plan.match_length for plan in t.plan.by_match)):
-                choices = [Choice(t.for_match(match))]
-                if self.chooses:
-                    choices = choices_of(t, match, has_rungs)
-                self.choices[length, match] = choices
+                self.choices[length, match] = (
+                    choices_of(t, match, has_rungs)
+                    if self.chooses
+                    else [Choice(t.for_match(match))]
+                )
         trees |= {choice.tree for choices in self.choices.values() for choice in choices}
         family = tree if len(trees) > 1 else None
         self.step_of_tree = {t: CapturedStep(models, t, family) for t in trees}

@@ -18,7 +18,7 @@ from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.text import NewText, text_ids
 
-Criterion = Callable[[Tensor, None], Tensor | bool]
+Criterion = Callable[[Tensor, Any], Tensor | bool]
 """A stopping criterion of transformers."""
 WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep")
 """Inputs of a model's `forward` that are checked elsewhere, or do not change what is generated."""

@@ -28,9 +28,8 @@ class TextBefore:
             return ""
         text = self.waiting + text
         # of strings that end at one place, the longest
-        found = [string for string in self.strings if string in text]
-        if found:
-            ends = [(text.find(string) + len(string), -len(string), string) for string in found]
+        ends = [(text.find(s) + len(s), -len(s), s) for s in self.strings if s in text]
+        if ends:
             end, minus_length, self.found = min(ends)
             self.waiting = ""
             return text[: end + minus_length]

@@ -50,18 +50,24 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Any]) 
     return [text_ids(tokenizer, each) if isinstance(each, str) else each for each in prompts]
 
 
+def markers_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
+    """The row of `MARKERS` for a model; None if it fills nothing in."""
+    vocabulary = tokenizer.get_vocab()
+    return next((markers for markers in MARKERS if markers[3] in vocabulary), None)
+
+
 def infill(
     tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str, files: Sequence[Json] | None
 ) -> str:
     """A prompt for the text between a prefix and a suffix, with other files if not None."""
-    vocabulary = tokenizer.get_vocab()
-    for repository, name, own, *markers in MARKERS:
-        if markers[0] in vocabulary:
-            before_prefix, before_suffix, before_middle = markers
-            other_files = [
-                f"{name}{file.get('filename', 'tmp')}\n{file.get('text', '')}"
-                for file in files or ()
-            ]
-            begin = [] if files is None else [repository, *other_files, own]
-            return "".join([*begin, before_prefix, prefix, before_suffix, suffix, before_middle])
-    raise ArgumentError("suffix: the model has no markers for a place between texts; take a coder")
+    markers = markers_of(tokenizer)
+    if markers is None:
+        raise ArgumentError(
+            "suffix: the model has no markers for a place between texts; take a coder"
+        )
+    repository, name, own, before_prefix, before_suffix, before_middle = markers
+    other_files = [
+        f"{name}{file.get('filename', 'tmp')}\n{file.get('text', '')}" for file in files or ()
+    ]
+    begin = [] if files is None else [repository, *other_files, own]
+    return "".join([*begin, before_prefix, prefix, before_suffix, suffix, before_middle])

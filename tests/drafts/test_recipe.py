@@ -169,11 +169,11 @@ def test_a_model_with_markers_fills_in_what_is_missing_in_its_code(pair, monkeyp
         assert code.startswith(before) and code.endswith(after) and after[:1] in ("\n", "")
         assert len(before) + len(after) <= len(code)
     target = pair.target
-    assert not Writer(target, TextRecipe()).has_markers
+    assert not Writer(target, TextRecipe()).markers
     monkeypatch.setattr(prompts, "MARKERS", [("", "", "", "<a>", "<b>", "<c>")])
     monkeypatch.setattr(pair.tokenizer, "get_vocab", lambda: {"<a>": 0})
     writer = Writer(target, TextRecipe(context=128))
-    assert writer.has_markers
+    assert writer.markers
     writer.codes.append(code)
     lanes = [writer.next_lane(Lane(0, [], None)) for _ in range(200)]
     texts = [pair.tokenizer.decode(lane.tokens) for lane in lanes]

@@ -23,7 +23,7 @@ from sequoia_plan.models.files.pretrained import find_model
 from sequoia_plan_drafts.recipe.eagle3 import ChainRecipe, Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import train_language_model
 from sequoia_plan_drafts.recipe.mtp import train_mtp
-from sequoia_plan_drafts.recipe.text import TextRecipe, write_text
+from sequoia_plan_drafts.recipe.text import TextRecipe, count_written, write_text
 from sequoia_plan_drafts.recipe.training import TrainingSettings
 from sequoia_plan_drafts.recipe.training_text import TrainingText
 
@@ -79,6 +79,7 @@ def main() -> None:
     recipe, run = RECIPES[options.command]
     settings = recipe(**{field.name: getattr(options, field.name) for field in fields(recipe)})
     if options.command == "text":
+        count_written(options.output, settings.metadata)
         run(load_model(options.target, how), settings, options.output)
         return
     # what is trained starts as the target's layers, in float32

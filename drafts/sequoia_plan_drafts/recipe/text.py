@@ -7,12 +7,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.profiler.prompts import encode
 from sequoia_plan.runtime.generation import end_tokens
 from sequoia_plan.runtime.text import text_ids
-from sequoia_plan.server import prompts
+from sequoia_plan.server.prompts import infill, markers_of
 from sequoia_plan_drafts.recipe.questions import Questions, around_a_hole, passage_of
 
 TOP = 64
@@ -74,6 +75,11 @@ class TextRecipe:
     questions: str = "chat"
     seed: int = 0
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a file of text says of how it was written."""
+        return {"seed": self.seed, "hidden_states": list(self.hidden_states)}
+
 
 @dataclass
 class Lane:
@@ -110,8 +116,7 @@ class Writer:
         self.temperatures = itertools.cycle(TEMPERATURES)
         self.passages: deque[str] = deque(maxlen=MAX_PASSAGES)
         self.codes: deque[str] = deque(maxlen=MAX_PASSAGES)
-        vocabulary = self.tokenizer.get_vocab()
-        self.has_markers = any(markers[3] in vocabulary for markers in prompts.MARKERS)
+        self.markers = markers_of(self.tokenizer)  # around what is filled in
         self.cache = target.new_cache(recipe.rows * recipe.context)
         last = target.config.num_hidden_layers  # that one is taken after the final norm
         self.hidden_states = [AFTER_FINAL_NORM if k == last else k for k in recipe.hidden_states]
@@ -162,7 +167,7 @@ class Writer:
         if self.codes and self.rng.random() < FILL_SHARE:
             before, after = around_a_hole(self.rng.choice(self.codes), self.rng)
             files = self.rng.choice((None, ()))  # an editor's two ways to ask
-            text = prompts.infill(self.tokenizer, before, after, files)
+            text = infill(self.tokenizer, before, after, files)
             return self.answer(last, text_ids(self.tokenizer, text))
         question = self.questions.next(self.passages)
         if question is not None:
@@ -223,7 +228,7 @@ class Writer:
         answer = lane.rows[lane.num_prompt - 1 :]
         if len(answer) >= MIN_PASSAGE_TOKENS:
             self.passages.append(passage_of(self.tokenizer, lane.tokens[lane.num_prompt :]))
-        if self.has_markers:
+        if self.markers:
             codes = CODE.findall(self.tokenizer.decode(lane.tokens[lane.num_prompt :]))
             self.codes += codes
             self.passages += [f"```\n{code}```" for code in codes if len(code) < MAX_CODE]
@@ -247,10 +252,10 @@ def write_text(target: LoadedModel, recipe: TextRecipe, output: Path) -> None:
             f"--hidden-states {wrong[0]}: the target has 0 (the embedding) to {num_layers}"
         )
     conversations: list[Conversation] = []
-    metadata = {"seed": recipe.seed, "hidden_states": list(recipe.hidden_states)}
-    output.mkdir(parents=True, exist_ok=True)
-    num_files, written = count_written(output, metadata)
+    num_files, written = count_written(output, recipe.metadata)
+    # another seed than that of the files before asks other questions
     writer = Writer(target, replace(recipe, seed=recipe.seed + 1_000_003 * num_files))
+    output.mkdir(parents=True, exist_ok=True)
     num_answer_tokens, started = written, time.perf_counter()
     for conversation in writer.conversations():
         conversations.append(conversation)
@@ -258,7 +263,9 @@ def write_text(target: LoadedModel, recipe: TextRecipe, output: Path) -> None:
         is_enough = num_answer_tokens >= recipe.tokens
         if len(conversations) < recipe.rows and not is_enough:
             continue
-        write_conversations(output / f"text-{num_files:05d}.safetensors", conversations, metadata)
+        write_conversations(
+            output / f"text-{num_files:05d}.safetensors", conversations, recipe.metadata
+        )
         num_files, conversations = num_files + 1, []
         elapsed = time.perf_counter() - started
         print(
@@ -276,15 +283,28 @@ def count_written(folder: Path, metadata: dict[str, Any]) -> tuple[int, int]:
     if not files:
         check_new_folder(folder)
     for file in files:
-        with safe_open(file, "pt") as tensors:
-            found = json.loads(tensors.metadata()["text"])
-            if found != metadata:
-                raise SequoiaPlanError(
-                    f"{folder}: holds text with {found}, expected {metadata} to go on from; name a "
-                    "new folder"
-                )
-            answer_tokens += int(tensors.get_tensor("answer_lengths").sum())
+        with opened(file) as (other, tensors):
+            answer_lengths = tensors.get_tensor("answer_lengths")
+        if other != metadata:
+            raise SequoiaPlanError(
+                f"{folder}: holds text with {other}, expected {metadata} to go on from; name a new "
+                "folder"
+            )
+        answer_tokens += int(answer_lengths.sum())
     return len(files), answer_tokens
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The metadata of a file of text, and its tensors as `safe_open` gives them.
+
+    Raises SequoiaPlanError if it is none.
+    """
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield json.loads(tensors.metadata()["text"]), tensors
+    except (SafetensorError, OSError, RuntimeError, TypeError, KeyError) as error:
+        raise SequoiaPlanError(f"{file}: no training text ({error}); write it again") from error
 
 
 def write_conversations(

@@ -1,6 +1,5 @@
 """The training text as batches, and the draft vocabulary that it suggests."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,12 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan_drafts.recipe.text import Conversation
+from sequoia_plan_drafts.recipe.text import Conversation, opened
 
 LENGTH_NOISE = 16.0
 """Standard deviation of the noise by which conversations are sorted besides their length."""
@@ -162,16 +160,12 @@ class TrainingText:
 
 def read_conversations(file: Path) -> tuple[dict[str, Any], list[Conversation]]:
     """The metadata and the conversations of a file of `text.write_conversations`."""
-    try:
-        with safe_open(file, "pt") as tensors:
-            metadata = json.loads(tensors.metadata()["text"])
-            lengths, answer_lengths = (
-                tensors.get_tensor(name).tolist() for name in ("lengths", "answer_lengths")
-            )
-            parts = [
-                tensors.get_tensor(name).split(answer_lengths if "top" in name else lengths)
-                for name in Conversation._fields
-            ]
-    except (SafetensorError, OSError, RuntimeError, TypeError, KeyError) as error:
-        raise SequoiaPlanError(f"{file}: no training text ({error}); write it again") from error
+    with opened(file) as (metadata, tensors):
+        lengths, answer_lengths = (
+            tensors.get_tensor(name).tolist() for name in ("lengths", "answer_lengths")
+        )
+        parts = [
+            tensors.get_tensor(name).split(answer_lengths if "top" in name else lengths)
+            for name in Conversation._fields
+        ]
     return metadata, list(map(Conversation._make, zip(*parts, strict=True)))
