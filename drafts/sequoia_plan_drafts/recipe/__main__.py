@@ -82,9 +82,10 @@ def main() -> None:
         count_written(options.output, settings.metadata)
         run(load_model(options.target, how), settings, options.output)
         return
+    torch.set_flush_denormal(True)  # gradients of attention are; Intel multiplies them slowly
     # what is trained starts as the target's layers, in float32
     files = find_model(options.target)
-    target = files.module(torch.float32)
+    target = files.module(torch.float32).requires_grad_(False)
     del target.model.layers[2:]  # nothing starts as these, which take the most memory
     run(target, text, settings, options.output, files.name)
 

@@ -74,8 +74,9 @@ class Training:
         optimiser = torch.optim.AdamW(
             parameters, settings.learning_rate, (0.9, 0.95), weight_decay=WEIGHT_DECAY
         )
-        warm_up = min(100, settings.steps // 10 + 1)
-        schedule = get_cosine_schedule_with_warmup(optimiser, warm_up, settings.steps)
+        schedule = get_cosine_schedule_with_warmup(
+            optimiser, settings.steps // 10 + 1, settings.steps
+        )
         products = partial(torch.autocast, "cpu", torch.bfloat16, settings.dtype == "bfloat16")
         print(
             f"{len(training_indices)} conversations, head of {self.vocabulary.d2t.numel()} covers "
