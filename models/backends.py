@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
@@ -43,7 +44,7 @@ class _Keeper:
 
     model: LoadedModel | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle and copies."""
         return _Keeper, ()
 
@@ -71,12 +72,12 @@ def loaded(model: Any) -> LoadedModel:
     return keeper.model
 
 
-def keep_loaded(module: Any, model: LoadedModel) -> None:
+def keep_loaded(module: PreTrainedModel, model: LoadedModel) -> None:
     """Let `model` be what decoders take for a module."""
     vars(module).setdefault(KEPT, _Keeper()).model = model
 
 
-def _backend_of(module: Any) -> Backend:
+def _backend_of(module: nn.Module) -> Backend:
     """The backend of a module in memory: packed, if the packed pass and memory allow it."""
     if not HAS_NUMBA or not isinstance(module, PreTrainedModel) or module.device.type != "cpu":
         return ModuleBackend(module)
@@ -105,7 +106,7 @@ def load_model(source: str | None, how: Loading) -> LoadedModel:
             compiled.
     """
     files = find_model(source)
-    backend: Any = None
+    backend: Backend | None = None
     remarks: tuple[str, ...] = ()
     if how.placement == COMPILED:
         from sequoia_plan.models.packed.loading import load_packed
@@ -124,7 +125,7 @@ def load_model(source: str | None, how: Loading) -> LoadedModel:
     return model
 
 
-def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
+def loaded_as(module: PreTrainedModel, placement: str = RESIDENT) -> LoadedModel:
     """The model of a module in memory, which runs as `placement` says."""
     if placement == COMPILED:
         return loaded(module)
@@ -133,7 +134,7 @@ def loaded_as(module: Any, placement: str = RESIDENT) -> LoadedModel:
     return model
 
 
-def fused(module: Any, placement: str) -> dict[str, Any]:
+def fused(module: PreTrainedModel, placement: str) -> dict[str, object]:
     """Fuse a module's layers if `placement` says so; returns what profiles record of it."""
     if placement == RESIDENT:
         return {"placement": RESIDENT}

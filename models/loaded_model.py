@@ -78,16 +78,16 @@ class Backend(Protocol):
     grows with each change of the weights that it has noticed.
     """
 
-    module: Any
+    module: Any = None
     device: torch.device
     dtype: torch.dtype
     vocabulary: int
     num_embeddings: int
-    version: int
-    stream: WeightStream | None
+    version: int = 0
+    stream: WeightStream | None = None
     traits: Traits
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """What profiles and trees record of it, beside the model's name."""
 
     def prepare(self, hidden_states: Sequence[int]) -> None:
@@ -235,11 +235,17 @@ class LoadedModel:
         )
 
     def read_text(
-        self, cache: TreeCache, tokens: Tensor, slots: Tensor, extent: int, *options: Any
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        slots: Tensor,
+        extent: int,
+        logits_to_keep: int = 0,
+        hidden_states: Sequence[int] = (),
     ) -> ForwardOutput:
         """`__call__` for tokens of a text: in their slots, each sees all slots up to its own."""
         mask = causal_mask(slots, extent, self.dtype)
-        return self(cache, tokens, slots, slots, mask, *options)
+        return self(cache, tokens, slots, slots, mask, logits_to_keep, hidden_states)
 
     def cut_vocabulary(self, d2t: Tensor) -> None:
         """As a draft, propose of its tokens these alone (int64 [n]); ArgumentError if not."""

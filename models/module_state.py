@@ -1,11 +1,11 @@
 """What a model is made of, so that a change of it is noticed before the next text."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -22,19 +22,19 @@ State = dict[str, Hashable]
 class Watch:
     """Remembers the state of a model when it was last looked at, as `state_of` gives it."""
 
-    def __init__(self, state_of: Callable[[Any], State]) -> None:
+    def __init__(self, state_of: Callable[[PreTrainedModel], State]) -> None:
         self.state_of = state_of
         self.state: State | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle and copies, whose models are other objects in the same state."""
         return Watch, (self.state_of,)
 
-    def look(self, model: Any) -> None:
+    def look(self, model: PreTrainedModel) -> None:
         """Remember the model's state as it is now."""
         self.state = self.state_of(model)
 
-    def changes(self, model: Any) -> list[str]:
+    def changes(self, model: PreTrainedModel) -> list[str]:
         """The names of entries of the state that differ from those that are remembered."""
         state = self.state_of(model)
         if self.state is None:
@@ -43,13 +43,13 @@ class Watch:
         return [name for name in before | state if before.get(name) != state.get(name)]
 
 
-def structure(model: Any) -> State:
+def structure(model: PreTrainedModel) -> State:
     """A model's device and dtype, its configuration, and its modules by name."""
     modules = {name: ref(module) for name, module in unwrapped(model).named_modules()}
     return _settings(model) | modules
 
 
-def workings(model: Any) -> State:
+def workings(model: PreTrainedModel) -> State:
     """What decides how a model computes, apart from its weights."""
     modules: State = {
         name: (
@@ -84,7 +84,7 @@ def weight_memory(module: nn.Module) -> tuple[tuple[int, int], ...]:
     return tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
 
 
-def settings_of(module: nn.Module) -> dict[str, Any]:
+def settings_of(module: nn.Module) -> dict[str, bool | int | float | str]:
     """A module's own attributes that are no modules or tensors, as the epsilon of a norm."""
     return {
         name: value
@@ -93,7 +93,7 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_mode(model: Any) -> None:
+def check_mode(model: PreTrainedModel) -> None:
     """Raise SequoiaPlanError if a module is in training mode, or PyTorch chooses other dtypes."""
     for name, module in unwrapped(model).named_modules():
         # what transformers itself adds later, as a larger head, is in training mode
@@ -114,7 +114,7 @@ def _drops_out(module: nn.Module) -> bool:
     return any(v for name, v in settings_of(module).items() if name == "p" or "drop" in name)
 
 
-def _settings(model: Any) -> State:
+def _settings(model: PreTrainedModel) -> State:
     """The entries of a model's configuration, its attention, device and dtype."""
     config, text = unwrapped(model).config, text_config(model)
     settings = {

@@ -1,19 +1,19 @@
 """Tensor parallelism: every process runs the same decoder and must go on with the same tokens."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
 
 from sequoia_plan.models.base.architecture import unwrapped
 
 
-def is_split(model: Any) -> bool:
+def is_split(model: PreTrainedModel) -> bool:
     """Is `model` split over several processes (transformers' `tp_plan`)?"""
     return (getattr(unwrapped(model), "_tp_size", None) or 1) > 1
 
 
-def is_on_one_cuda_device(model: Any) -> bool:
+def is_on_one_cuda_device(model: PreTrainedModel) -> bool:
     """True if all of `model` is on one CUDA device, in one process, and not compiled by PyTorch."""
     is_wrapped = hasattr(model, "_orig_mod")
     is_compiled = is_wrapped or getattr(model, "_compiled_call_impl", None) is not None
@@ -22,7 +22,7 @@ def is_on_one_cuda_device(model: Any) -> bool:
     return is_on_one and not is_compiled and not is_split(model)
 
 
-def from_first(model: Any, values: Tensor) -> Tensor:
+def from_first(model: PreTrainedModel, values: Tensor) -> Tensor:
     """`values`; if `model` is split, those of the first process in all of them.
 
     Processes that compute the same values may differ in the last bits, because sums of floats on a
@@ -34,7 +34,7 @@ def from_first(model: Any, values: Tensor) -> Tensor:
     return values
 
 
-def _group(model: Any) -> Any:
+def _group(model: PreTrainedModel) -> ProcessGroup | None:
     """The processes that share the model's layers; None stands for all processes."""
     mesh = getattr(unwrapped(model), "_device_mesh", None)
     if mesh is None:

@@ -1,10 +1,11 @@
 """Which tokens a target and a draft have in common."""
 
 import re
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import text_config
@@ -16,7 +17,7 @@ PLACEHOLDER = re.compile(
 """Names of tokens that no text has, as [PAD151646], <unused_0>, <|dummy_0|>."""
 
 
-def check_tokenizers(target: Any, draft: Any) -> int:
+def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> int:
     """Compare two tokenizers token by token; returns how many first tokens both have.
 
     Placeholders, which no text has, may differ; else SequoiaPlanError is raised.
@@ -39,7 +40,7 @@ def check_tokenizers(target: Any, draft: Any) -> int:
     return common_size
 
 
-def vocabulary_size(model: Any) -> int:
+def vocabulary_size(model: PreTrainedModel) -> int:
     """How many logits a model gives for each token, those of padding included.
 
     Tokens that only pad the head may be generated, as transformers does.
@@ -55,8 +56,16 @@ def common_tokens(target: LoadedModel, draft: LoadedModel) -> int:
     return check_tokenizers(target.tokenizer, draft.tokenizer)
 
 
+class Draft(Protocol):
+    """A draft with a model of its own, or one that reads the target's hidden states."""
+
+    vocabulary: int
+    d2t: Tensor | None
+    device: torch.device
+
+
 def shared_vocabulary(
-    target: Any, draft: Any, common_size: int | None = None
+    target: LoadedModel, draft: Draft, common_size: int | None = None
 ) -> tuple[int, Tensor | None]:
     """How many tokens a draft can propose, and d2t: int64 [so many], the target's token for each.
 
@@ -64,8 +73,7 @@ def shared_vocabulary(
     tokens that the draft does not have, so the distribution of the output is the same.
     """
     target_size, draft_size = target.vocabulary, draft.vocabulary
-    d2t: Tensor | None = draft.d2t
-    if d2t is not None:
+    if (d2t := draft.d2t) is not None:
         check_d2t(d2t, target_size, draft_size)
         return d2t.numel(), d2t
     if draft_size == target_size:

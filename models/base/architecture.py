@@ -1,10 +1,11 @@
 """What a transformers model is: its text configuration, layers, device, context and windows."""
 
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import RopeParameters
 
 from sequoia_plan.artifacts import SequoiaPlanError
 
@@ -21,15 +22,23 @@ AFTER_FINAL_NORM = -1
 output of layer k (counted from 1), so the last layer's is the one before the final norm. This is
 the one after it, which the output head reads."""
 UNLIMITED = 1 << 30  # stands for a length or a vocabulary that the model does not limit
+T = TypeVar("T")
 
 
-def unwrapped(model: Any) -> Any:
+class Configured(Protocol):
+    """What has a configuration: a model of transformers, a `LoadedModel`, a draft."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+
+
+def unwrapped(model: T) -> T:
     """The model inside torch.compile's wrapper, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
-def without_adapter_wrapper(model: Any) -> Any:
-    """The model that peft wraps: its layers hold the LoRA weights. Any other model is returned."""
+def without_adapter_wrapper(model: Any) -> PreTrainedModel:
+    """The model that peft wraps: its layers hold the LoRA weights. Others are returned."""
     peft_config = getattr(model, "active_peft_config", None)
     if peft_config is None or not hasattr(model, "get_base_model"):
         return model
@@ -42,19 +51,19 @@ def without_adapter_wrapper(model: Any) -> Any:
     return model.get_base_model()
 
 
-def model_type(model: Any) -> str:
+def model_type(model: Configured) -> str:
     """What error messages call the model: its configuration's `model_type`, else its class."""
     return getattr(model.config, "model_type", type(unwrapped(model)).__name__)
 
 
-def text_config(model: Any) -> Any:
+def text_config(model: Configured) -> PreTrainedConfig:
     """The configuration of the language model, also inside a multimodal one."""
     if hasattr(model.config, "get_text_config"):
         return model.config.get_text_config()
     return model.config
 
 
-def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The name and the list of a model's decoder layers: its first list of the right length."""
     count = text_config(model).num_hidden_layers
     for name, module in model.named_modules():
@@ -66,18 +75,19 @@ def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     )
 
 
-def execution_device(model: Any) -> torch.device:
+def execution_device(model: PreTrainedModel) -> torch.device:
     """The device where a model takes its input and computes.
 
     With accelerate's hooks, weights are on the meta device between passes; the hooks then know.
     """
-    hook_device = getattr(getattr(unwrapped(model), "_hf_hook", None), "execution_device", None)
-    if model.device.type != "meta" and hook_device is None:
-        return torch.device(model.device)
-    if hook_device is None:
-        embedding_hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-        hook_device = getattr(embedding_hook, "execution_device", None)
-    return torch.device(model.device if hook_device is None else hook_device)
+    modules = [unwrapped(model)]
+    if model.device.type == "meta":
+        modules.append(model.get_input_embeddings())
+    for module in modules:
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return model.device
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -131,6 +141,6 @@ def attention_window(config: PreTrainedConfig) -> tuple[int | None, bool]:
     return window if uses_window else None, len(layer_types) > 1
 
 
-def _rope(config: PreTrainedConfig) -> dict[str, Any]:
+def _rope(config: PreTrainedConfig) -> RopeParameters:
     """The settings of the rotary embeddings."""
     return getattr(config, "rope_parameters", None) or {}

@@ -6,7 +6,6 @@ import inspect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ CacheLayout = tuple[tuple[LayerMemory, LayerMemory] | None, ...]
 """The memory of each layer's keys and values; None for a layer that writes none."""
 
 
-def cache_argument(forward: Callable[..., Any]) -> str:
+def cache_argument(forward: Callable[..., object]) -> str:
     """The name under which a function of transformers takes its cache.
 
     `cache` from transformers 5.24 on, `past_key_values` before, and in models of other authors.
@@ -29,7 +28,7 @@ def cache_argument(forward: Callable[..., Any]) -> str:
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
-def cache_among(options: Mapping[str, Any]) -> Any:
+def cache_among(options: Mapping[str, object]) -> Cache | None:
     """The cache among the named arguments of a layer, under either name; None if there is none."""
     return options.get("cache", options.get("past_key_values"))
 
@@ -160,7 +159,7 @@ class CacheLayer(CacheLayerMixin):
         self.bind(*(self.cache.allocate(_memory_of(each), 1)[0] for each in states))
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values, [1, heads, tokens, head_dim], to the cache's slots."""
         if not self.is_initialized:

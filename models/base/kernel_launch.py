@@ -3,9 +3,10 @@
 import importlib.util
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -22,15 +23,17 @@ def kernels_available(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+def launch(
+    kernel: str, grid: tuple[int, ...], first: Tensor, *others: Tensor | float, **settings: float
+) -> None:
     """Launch a Triton kernel, named with its module, on the device of its first argument.
 
     Only a machine with Triton can import such a module.
     """
     module, _, name = kernel.rpartition(".")
     kernels = importlib.import_module(f"sequoia_plan.{module}")
-    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
-        getattr(kernels, name)[grid](*arguments, **settings)
+    with torch.cuda.device_of(first):  # Triton launches on the current device
+        getattr(kernels, name)[grid](first, *others, **settings)
 
 
 def has_failed(kernel: Kernel) -> bool:

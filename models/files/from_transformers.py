@@ -4,7 +4,6 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -30,7 +29,9 @@ default_dtype_lock = renewed_in_forks(threading.RLock())
 """transformers sets PyTorch's default dtype while it makes a model; threads would leave it so."""
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(
+    config: PreTrainedConfig,
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """What loads a model; transformers' causal ones lack some of those that read images too."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_images
@@ -44,7 +45,7 @@ def new_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_whole(
-    path: Path, dtype: torch.dtype, config: PreTrainedConfig = None, **settings: Any
+    path: Path, dtype: torch.dtype, config: PreTrainedConfig = None, **settings: object
 ) -> PreTrainedModel:
     """A model in eval mode, all of it from a folder or a GGUF file, which needs its `config`.
 

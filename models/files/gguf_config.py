@@ -15,6 +15,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.modeling_rope_utils import RopeParameters
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import RECURRENT, WINDOWED, head_size
@@ -168,7 +169,7 @@ def refuse_unread_tensors(file: GgufFile, model: PreTrainedModel) -> None:
     )
 
 
-def _set(config: PreTrainedConfig, rope: dict[str, Any], key: str, value: Any) -> bool:
+def _set(config: PreTrainedConfig, rope: RopeParameters, key: str, value: Any) -> bool:
     """Set in a configuration, or its rope parameters, what a key of the metadata says.
 
     False if it has no such setting, or a fixed one of another value.
@@ -216,7 +217,7 @@ def _same_by_layer(
     return None
 
 
-def _set_rotary_dimensions(config: PreTrainedConfig, rope: dict[str, Any], count: int) -> bool:
+def _set_rotary_dimensions(config: PreTrainedConfig, rope: RopeParameters, count: int) -> bool:
     """Let rotary embeddings turn `count` numbers of a head; False if the model always turns all."""
     head_dim = head_size(config)
     if "partial_rotary_factor" in rope:
@@ -225,7 +226,7 @@ def _set_rotary_dimensions(config: PreTrainedConfig, rope: dict[str, Any], count
 
 
 def _set_factors(
-    gguf: Path, config: PreTrainedConfig, rope: dict[str, Any], factors: NDArray[np.float64]
+    gguf: Path, config: PreTrainedConfig, rope: RopeParameters, factors: NDArray[np.float64]
 ) -> None:
     """Let rotary embeddings have frequencies that are divided by `factors`."""
     frequencies = rope["rope_theta"] ** -(np.arange(len(factors)) / len(factors))

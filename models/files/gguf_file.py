@@ -135,8 +135,8 @@ def _not_read(path: Path, name: str, kind: int, text: str = "") -> SequoiaPlanEr
 class _Reader:
     """Reads values one after the other from the bytes of a file."""
 
-    def __init__(self, data: Any) -> None:
-        self.place, self.view = 0, memoryview(data)
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self.place, self.view = 0, data.data
 
     def header(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
         """The metadata; and for each tensor its name, shape, ggml's type, and offset in bytes."""

@@ -4,7 +4,7 @@ Tables and rules are those of src/llama-vocab.cpp at llama.cpp's commit 0c1e570 
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -150,7 +150,7 @@ def _metadata(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _refuse(file: GgufFile, own: dict[str, Any], splits: Container[str]) -> None:
+def _refuse(file: GgufFile, own: Mapping[str, object], splits: Container[str]) -> None:
     """Raise SequoiaPlanError for metadata that the tokenizer made here would not follow.
 
     `own`: the tokenizer's metadata; `splits`: the values of `pre` whose splits are known.

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ of it. They tell weights apart without reading gigabytes."""
 
 def module_metadata(
     model: PreTrainedModel, samples: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Digest, content, dtype and parameters of a module.
 
     `digest` hashes the configuration and each parameter's first numbers, `content` numbers from all

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -47,7 +46,7 @@ class ModelFiles:
     path: Path
     gguf: GgufFile | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle and copies, which open the files anew."""
         return ModelFiles, (self.name, self.path, self.gguf)
 

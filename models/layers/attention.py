@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ def attend_shared_heads(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Compute transformers' `sdpa` attention, without copies of keys and values that heads share.
 
@@ -42,12 +41,10 @@ def attend_shared_heads(
     key_heads, sequences, tokens = key.shape[1], query.shape[0], query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     is_plain_sdpa = all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache"))
-    mask: Any = attention_mask
-    has_one_mask = mask is not None and mask.shape[1] == 1
-    if dropout or not (has_one_mask and is_plain_sdpa and 1 in (sequences, tokens)):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **kwargs
-        )
+    mask = attention_mask
+    can_share = is_plain_sdpa and not dropout and 1 in (sequences, tokens)
+    if mask is None or mask.shape[1] != 1 or not can_share:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
 
     def attend_by_tensor_operations() -> Tensor:
         """What this function returns, for one sequence or one token of each."""

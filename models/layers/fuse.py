@@ -3,10 +3,10 @@
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base.masks import additive_mask
@@ -29,7 +29,7 @@ LoadWeights = Callable[[], Mapping[str, Tensor]]  # returns a layer's weights by
 
 @torch.no_grad()
 def fuse(
-    model: Any,
+    model: nn.Module,
     proven: Mapping[Hashable, bool] | None = None,
     on_replaced: Callable[[nn.Module, nn.Module], None] = lambda module, fused: None,
 ) -> int:
@@ -50,10 +50,10 @@ def fuse(
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__ in FUSIBLE_NORMS and is_as_defined(child):
-                setattr(module, name, fused_norm(child, child.weight))
+                setattr(module, name, fused_norm(child, child.get_parameter("weight")))
                 on_replaced(child, getattr(module, name))
     for module in model.modules():
-        layers: Any = getattr(module, "layers", None)
+        layers = getattr(module, "layers", None)
         if type(layers) is nn.ModuleList:  # each layer's sum is normed where it is computed
             norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]]
             norms.append(getattr(module, "norm", None))
@@ -64,7 +64,7 @@ def fuse(
 
 
 def try_kinds(
-    layers: Iterable[Any], load: Callable[[int], Mapping[str, Tensor]] | None = None
+    layers: Iterable[nn.Module], load: Callable[[int], Mapping[str, Tensor]] | None = None
 ) -> dict[Hashable, bool]:
     """Try once for each kind of layer (see `_kind`) whether a fused one computes the same.
 
@@ -84,7 +84,7 @@ def num_fused_layers(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
+def fused_layer_error(layer: DecoderLayer, load: LoadWeights | None = None) -> float:
     """The largest relative error of a fused layer's attention and MLP against those of `layer`.
 
     Both are in float32, with their norms. Experts are left out: a fused layer keeps them.
@@ -98,11 +98,15 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
     width, projection = layer.post_attention_layernorm.weight.numel(), original.self_attn.q_proj
     device, attention_width = projection.weight.device, projection.in_features
     # another thread may have set the default dtype
-    settings: Any = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
     # small rows show another epsilon in a norm, large ones show values that are clipped
     scale = torch.logspace(-3, 1, TREE.size, dtype=torch.float32)[:, None]
-    rows = torch.randn(1, TREE.size, attention_width, **settings) * scale
-    angles = torch.rand(1, TREE.size, original.self_attn.head_dim // 2, **settings)
+    rows = (
+        torch.randn(1, TREE.size, attention_width, generator=generator, dtype=torch.float32) * scale
+    )
+    angles = torch.rand(
+        1, TREE.size, original.self_attn.head_dim // 2, generator=generator, dtype=torch.float32
+    )
     angles = torch.cat((angles, angles), -1).to(device) * torch.pi
     mask = additive_mask(torch.tensor(TREE.attention_mask), torch.float32).to(device)
     inputs = {
@@ -110,7 +114,7 @@ def fused_layer_error(layer: Any, load: LoadWeights | None = None) -> float:
         "position_embeddings": (angles.cos(), angles.sin()),
     }
 
-    def added_states(module: Any) -> tuple[Tensor, Tensor]:
+    def added_states(module: DecoderLayer | FusedLayer) -> tuple[Tensor, Tensor]:
         """What attention, and what the MLP, adds to hidden states: [tokens, width] each."""
         hidden_states = rows.to(device)
         if attention_width == width:  # EAGLE-3's first layer reads twice the width
@@ -127,12 +131,12 @@ def _relative_error(expected: Tensor, computed: Tensor) -> float:
     return float(((computed - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-def _fused(layer: Any) -> FusedLayer:
+def _fused(layer: DecoderLayer) -> FusedLayer:
     """The fused layer that takes the place of `layer`, with its weights."""
     return FusedLayer(layer, dict(layer.named_parameters())).eval()
 
 
-def _kind(layer: Any) -> Hashable:
+def _kind(layer: DecoderLayer) -> Hashable:
     """A layer's class, shapes of parameters and settings: equal ones compute the same function."""
     shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
     settings = tuple(

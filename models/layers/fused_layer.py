@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
 
 from sequoia_plan.models.base.cache import TreeCache, cache_among
 from sequoia_plan.models.layers.attention import attend_shared_heads
@@ -57,7 +58,7 @@ def is_as_defined(module: nn.Module) -> bool:
     return not has_hooks and "forward" not in vars(module)
 
 
-def _replaced_parts(layer: Any) -> list[nn.Module]:
+def _replaced_parts(layer: DecoderLayer) -> list[nn.Module]:
     """The modules inside `layer` that a `FusedLayer` does without: all but experts."""
     experts = None if has_gated_mlp(layer) else layer.mlp
     return [
@@ -86,7 +87,7 @@ def in_joined_order(names: Iterable[str]) -> list[str]:
     )
 
 
-def has_gated_mlp(layer: Any) -> bool:
+def has_gated_mlp(layer: DecoderLayer) -> bool:
     """Does this layer's MLP compute down(activation(gate(x)) * up(x))?"""
     return {name for name, _ in layer.mlp.named_children()} == GATED_MLP
 
@@ -102,7 +103,7 @@ class FusedLayer(nn.Module):
     next_norm: tuple[nn.Module | None] = (None,)
     """The norm that reads this layer's output; in a tuple, it is not one of its modules."""
 
-    def __init__(self, layer: Any, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, layer: DecoderLayer, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.self_attn = FusedAttention(layer.self_attn, tensors)
         for name, norm in layer.named_children():
@@ -125,7 +126,7 @@ class FusedLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
-        **options: Any,
+        **options: object,
     ) -> Tensor:
         """Compute the layer, with the arguments that transformers gives its layers.
 
@@ -143,7 +144,7 @@ class FusedLayer(nn.Module):
         return add_before(self.next_norm[0], hidden_states, mlp)
 
 
-def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _split_joined(layer: FusedLayer, tensors: dict[str, Tensor], prefix: str, *_: object) -> None:
     """A hook of `state_dict`: joined weights are split, under the names of transformers' layer."""
     for joined, names in JOINED.items():
         for kind in ("weight", "bias"):
@@ -152,7 +153,7 @@ def _split_joined(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) 
             tensors |= {f"{prefix}{n}.{kind}": p for n, p in zip(names, parts, strict=False)}
 
 
-def _join_split(layer: Any, tensors: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _join_split(layer: FusedLayer, tensors: dict[str, Tensor], prefix: str, *_: object) -> None:
     """A hook of `load_state_dict`, which undoes what `_split_joined` does."""
     for joined, names in JOINED.items():
         for kind in ("weight", "bias"):
@@ -191,7 +192,7 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        **options: Any,
+        **options: object,
     ) -> tuple[Tensor, None]:
         """What attention adds to the hidden states, float [batch, tokens, width], in this shape.
 

@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         return scaled.to(hidden_states.dtype)
 
 
-def add_before(norm: Any, x: Tensor, addend: Tensor) -> Tensor:
+def add_before(norm: nn.Module | None, x: Tensor, addend: Tensor) -> Tensor:
     """x + addend. Where kernels run, `norm`, which reads the sum next, is computed along with it.
 
     The result then has it as its attribute `normed`.

@@ -3,7 +3,7 @@
 They are numbered as `architecture.AFTER_FINAL_NORM` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ def take_aux_hidden_states(
     return torch.cat([recorded[number][0].to(device) for number in layer_numbers], -1)
 
 
-def tree_cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeCache | None:
+def tree_cache_among(args: Iterable[object], kwargs: Mapping[str, object]) -> TreeCache | None:
     """The TreeCache among a module's arguments; None if it runs with another cache or none."""
     for argument in (*kwargs.values(), *args):
         if isinstance(argument, TreeCache):

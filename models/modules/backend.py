@@ -3,9 +3,9 @@
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
@@ -40,10 +40,12 @@ class ModuleBackend(Backend):
     """
 
     def __init__(
-        self, module: Any, recorded: Mapping[str, Any] = {"placement": "resident"}
+        self,
+        module: PreTrainedModel,
+        recorded: Mapping[str, object] = {"placement": "resident"},
     ) -> None:
         plain = unwrapped(module)
-        self.module, self.recorded, self.version = module, dict(recorded), 0
+        self.module, self.recorded = module, dict(recorded)
         self.device, self.dtype = execution_device(module), module.dtype
         self.vocabulary = vocabulary_size(module)
         embedding = module.get_input_embeddings() if hasattr(plain, "get_input_embeddings") else 0
@@ -68,11 +70,11 @@ class ModuleBackend(Backend):
         self.weights.look(self.module)
 
     @property
-    def runs(self) -> Any:
+    def runs(self) -> PreTrainedModel:
         """The module that runs passes."""
         return self.twin.model if self.twin and self.twin.num_fused else self.module
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         recorded = module_metadata(self.module) if "digest" not in self.recorded else {}
         if self.recurrent:
             recorded["recurrent_layers"] = len(self.recurrent)
@@ -131,12 +133,12 @@ class ModuleBackend(Backend):
         self, cache: TreeCache, tokens: Tensor, positions: Tensor, masks: Masks,
         logits_to_keep: int, hidden_states: Sequence[int],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        mask: Any = (
+        mask = (
             masks[None, None]
             if isinstance(masks, Tensor)
             else {kind: m if m is None else m[None, None] for kind, m in masks.items()}
         )
-        options: dict[str, Any] = {self.cache_argument: cache}
+        options: dict[str, object] = {self.cache_argument: cache}
         if self.takes_logits_to_keep:
             options["logits_to_keep"] = logits_to_keep
         with attending(self.sdpa_config, cache.slots):

@@ -8,7 +8,6 @@ import math
 import zlib
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +115,7 @@ class OffloadedTarget:
         """Bytes of each layer."""
         return [block.size for block in self.file.blocks[1:]]
 
-    def _metadata(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, object]:
         """What profiles record of the model, whose weights are in the file."""
         mapped, samples = self.file.map(), dict[str, Tensor]()
         for block in self.file.blocks:

@@ -7,7 +7,6 @@ verified, the layers take the copy, and read again what they have read of the ac
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
@@ -31,8 +30,8 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module]:
 class RecurrentCache(TreeCache):
     """The cache of a model with recurrent modules, which go back to a committed token."""
 
-    states: Sequence[dict[str, Any]] = ()
-    inputs: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] | None = None
+    states: Sequence[dict[str, object]] = ()
+    inputs: list[tuple[nn.Module, tuple[object, ...], dict[str, object]]] | None = None
 
     def new_layer(self) -> CacheLayer:
         """A layer that may have keys and values, recurrent states, or both."""
@@ -64,10 +63,11 @@ class RecurrentCache(TreeCache):
                 "removed; make the decoder anew"
             )
 
-        def accepted(argument: Any) -> Any:
+        def accepted(argument: object) -> object:
             """The rows of the accepted tokens, if the argument has a row for each token."""
-            is_by_token = isinstance(argument, Tensor) and argument.ndim == 3
-            return argument[:, :kept] if is_by_token else argument
+            if isinstance(argument, Tensor) and argument.ndim == 3:
+                return argument[:, :kept]
+            return argument
 
         for layer, state in zip(self.layers, self.states, strict=True):
             layer.__dict__.update(state)
@@ -89,7 +89,7 @@ def record_inputs(module: nn.Module) -> None:
         module.register_forward_pre_hook(_record, with_kwargs=True)
 
 
-def _record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _record(module: nn.Module, args: tuple[object, ...], options: dict[str, object]) -> None:
     """A hook that notes a module's arguments in the cache among them."""
     cache = tree_cache_among(args, options)
     if isinstance(cache, RecurrentCache) and cache.inputs is not None:

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from weakref import finalize
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.weight_stream import WeightStream, refuse_copies
@@ -37,7 +38,9 @@ class _StreamHook:
 class _RoutedHook(_StreamHook):
     """Tells the stream which experts of a layer the pass has chosen."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], options: dict[str, object]
+    ) -> None:
         """Call the stream's method with the layer and the experts."""
         inputs = (*args, *options.values())
         chosen = next(x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point())
@@ -56,7 +59,10 @@ def view_slots(
 
 
 def attach_stream(
-    model: Any, stream: WeightStream, layers: Sequence[nn.Module], blocks: Sequence[WeightBlock]
+    model: PreTrainedModel,
+    stream: WeightStream,
+    layers: Sequence[nn.Module],
+    blocks: Sequence[WeightBlock],
 ) -> None:
     """Let each pass of `model` wait for a layer's weights before it, and release them after it.
 

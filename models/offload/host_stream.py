@@ -6,7 +6,6 @@ can be captured as one CUDA graph.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +48,8 @@ class HostStream(WeightStream):
         self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in slot_sizes]
         # streams of another priority are others than those that graphs are captured on
         self.copies = torch.cuda.Stream(device, priority=-1)
-        self.copy_finished: list[Any] = [None] * slots
-        """For each slot, the event that its last copy ends with."""
+        self.copy_finished: dict[int, torch.cuda.Event] = {}
+        """By slot, the event that its last copy ends with."""
         self.has_begun = False
         """Whether the first copies of the next, or current, pass have started."""
         self.next_layer = 0

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
-from sequoia_plan.models.base.architecture import head_size, text_config
+from sequoia_plan.models.base.architecture import Configured, head_size, text_config
+from sequoia_plan.models.loaded_model import LoadedModel
 
 SLOTS = 3
 """Slots of the ring, a layer each; two where there is no memory for three. More slots gain nothing
@@ -38,7 +39,7 @@ class MemorySplit:
     resident_bytes: int
     streamed_bytes: int
 
-    def to_metadata(self, link: str, layers: int) -> dict[str, Any]:
+    def to_metadata(self, link: str, layers: int) -> dict[str, object]:
         """The placement as profiles and trees record it."""
         return {
             "placement": f"streamed from {link}",
@@ -141,7 +142,7 @@ def free_memory(device: torch.device) -> int:
     return free_bytes
 
 
-def cache_bytes(model: Any) -> int:
+def cache_bytes(model: Configured) -> int:
     """Bytes of a model's KV cache of `KV_TOKENS` tokens, or of its context if that is shorter."""
     config = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -151,7 +152,7 @@ def cache_bytes(model: Any) -> int:
     return num_elements * model.dtype.itemsize
 
 
-def own_bytes(draft: Any, target: Any) -> int:
+def own_bytes(draft: Any, target: LoadedModel) -> int:
     """Bytes of a draft's weights, without those that it shares with the target."""
     shared = dict(target.backend.weight_memory())
     own = getattr(draft, "backend", draft).weight_memory()

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from weakref import finalize
 
 import msgspec
@@ -323,7 +323,7 @@ def _fill_blocks(
     """Fill the blocks of a file; it is mapped meanwhile, as Windows renames no file that is."""
     mapped, done = mmap.mmap(fd, size), 0
     _ask_for_large_pages(mapped)
-    memory: Any = np.frombuffer(mapped, np.uint8)
+    memory = np.frombuffer(mapped, np.uint8)
 
     def fill_tensors(block: WeightBlock) -> None:
         """Fill a block's tensors."""
@@ -337,7 +337,7 @@ def _fill_blocks(
     def with_checksum(block: WeightBlock) -> WeightBlock:
         """A block that is filled, with its checksum."""
         content = memory[block.offset : block.offset + block.size]
-        return structs.replace(block, checksum=zlib.crc32(content))
+        return structs.replace(block, checksum=zlib.crc32(content.data))
 
     with ThreadPoolExecutor(WRITERS) as writers:
         list(writers.map(fill_tensors, blocks))

@@ -7,11 +7,11 @@ pairs are added one after the other, the upper one first.
 """
 
 import functools
-from typing import Any
 
 from llvmlite import ir
 from llvmlite.ir import Value
 from numba import cfunc, types
+from numba.core.ccallback import CFunc
 
 from sequoia_plan.models.packed.features import BYTE, LONG, WORD
 from sequoia_plan.models.packed.instructions import OWN
@@ -173,7 +173,7 @@ def gate(emit: Emitter, gate: Value, up: Value, results: Value) -> None:
 
 
 @functools.cache
-def attender(key_bytes: int) -> Any:
+def attender(key_bytes: int) -> CFunc:
     """A compiled function: attention of up to `QUERIES * BATCHES` queries of one cached head.
 
     Addresses: `visible`, of int64 [count] addresses of bool [slots]; `keys`, `values`, of the first

@@ -13,7 +13,6 @@ from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import head_size
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.threads import num_threads
-from sequoia_plan.models.base.weight_stream import WeightStream
 from sequoia_plan.models.files.stored import stored_matrix
 from sequoia_plan.models.loaded_model import Backend, Masks, Traits
 from sequoia_plan.models.packed.forward import UNIT, Model, project
@@ -42,27 +41,22 @@ class PackedBackend(Backend):
     brings.
     """
 
-    module: Any = None
     traits = Traits(is_compiled=True)
     reads_embeddings = False  # from a file, when tokens need them
     kept_tokens: Tensor | None = None  # see `keep_logits`
-    stream: WeightStream | None = None
     streamed_layers: Sequence[int] = ()
+    runner: PackedPass
 
     def __init__(
         self,
         weights: PackedWeights,
         config: PreTrainedConfig,
         dtype: torch.dtype,
-        recorded: Mapping[str, Any],
+        recorded: Mapping[str, object],
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
-        self.recorded, self.version = dict(recorded), 0
-        self.embedding, self.head_matrix = weights.embedding, weights.head
-        self.num_embeddings = self.embedding.outputs
-        self.vocabulary = self.head_matrix.outputs
-        self.weights = weights
-        self.runner: Any = None
+        self.recorded, self.weights = dict(recorded), weights
+        self.num_embeddings, self.vocabulary = weights.embedding.outputs, weights.head.outputs
 
     def use(self, weights: PackedWeights) -> None:
         """Run these weights from now on."""
@@ -71,11 +65,11 @@ class PackedBackend(Backend):
         self.vocabulary = self.head_matrix.outputs
         model = model_of(weights, config, head_size(config), cached.itemsize)
         # while a text is read, PyTorch has one thread
-        workers = self.runner.workers.count if self.runner else num_threads()
+        workers = self.runner.workers.count if hasattr(self, "runner") else num_threads()
         self.runner = PackedPass(
             model, config, self.vocabulary, cached, workers, self.stream, self.streamed_layers,
         )  # fmt: skip
-        self.runner.owners = weights, self.head_matrix
+        self.runner.owners = weights
         if self.kept_tokens is not None:
             self.keep_logits(self.kept_tokens)
 
@@ -86,7 +80,6 @@ class PackedBackend(Backend):
         place = place_of(cut)
         self.head_matrix = pack_into(cut, aligned_zeros(place.shape))
         self.weights.places[HEAD] = self.head_matrix.tiles.reshape(-1), place
-        self.runner.owners = self.weights, self.head_matrix
         self.vocabulary = self.runner.vocabulary = cut.outputs
         self.runner.model = Model(
             **self.runner.model.fields | {"head": describe(self.head_matrix)[None]}
@@ -94,7 +87,7 @@ class PackedBackend(Backend):
 
     __setstate__ = keep_logits  # of copies, which `__reduce__` makes
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         return self.recorded | {"weights": "+".join(self.weights.formats())}
 
     def prepare(self, hidden_states: Sequence[int]) -> None:

@@ -1,11 +1,11 @@
 """Rows as products read them: floating-point numbers, or integers with scales."""
 
 import functools
-from typing import Any
 
 from llvmlite import ir
 from llvmlite.ir import Value
 from numba import cfunc, types
+from numba.core.ccallback import CFunc
 
 from sequoia_plan.models.packed.features import BYTE, WORD
 from sequoia_plan.models.packed.formats import GROUP
@@ -71,7 +71,7 @@ def encode_group(emit: Emitter, source: Value, record: Value, encoding: int, fac
 
 
 @functools.cache
-def encoder(encoding: int, factor: int) -> Any:
+def encoder(encoding: int, factor: int) -> CFunc:
     """A compiled function that stores `count` rows of float32 as products read them.
 
     A chunk of rows has their first groups side by side, then their second ones, and so on. The

@@ -7,7 +7,7 @@ the file's bits of 32 rows, with those of all outputs side by side (see `Format.
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Format:
         return max(self.block, GROUP)
 
     @cached_property
-    def step(self) -> np.dtype[Any]:
+    def step(self) -> np.dtype[np.void]:
         """The layout of a tile's step: a block of inputs, or a group of floating-point ones.
 
         Integers are split into planes of b bits. A plane takes b vectors of words [OUTPUTS] for the
@@ -98,6 +98,11 @@ class Format:
                 ("weights", "u1", (self.block // GROUP, self.bits, OUTPUTS, QUAD)),
             ]
         )
+
+    def start(self, field: str) -> int:
+        """The byte of a step where one of its fields begins."""
+        assert self.step.fields  # weights are integers
+        return self.step.fields[field][1]
 
 
 def _runs(bits: int, start: int, run: int, count: int = 256, to: int = 0) -> tuple[Run, ...]:
@@ -123,11 +128,8 @@ K_SCALES = (
     Run(8, 0, 6, 8, 4), Run(12, 4, 4, 12, 4), Run(8, 6, 2, 12, 4, 4),
 )  # fmt: skip
 """Eight scales and eight offsets of 6 bits, of Q4_K and Q5_K."""
-K: dict[str, Any] = {"num_scales": 16, "scale_planes": (4, 2)}
-IQ4: dict[str, Any] = {
-    "planes": (4,), "zero": 128,
-    "values": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
-}  # fmt: skip
+IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+"""What the integers of IQ4_NL and IQ4_XS stand for."""
 FORMATS = (
     Format("F32", 1, 4),
     Format("F16", 1, 2),
@@ -135,10 +137,12 @@ FORMATS = (
     Format("Q2_K", 256, 84, (2,), _runs(2, 16, 32), (80, 82), group=16, num_scales=32,
            scale_planes=(4,), scale_runs=_runs(4, 0, 16, 32)),
     Format("Q3_K", 256, 110, (2, 1), _runs(2, 32, 32) + _runs(1, 0, 32, to=2), (108,), 4, group=16,
-           scale_runs=_runs(4, 96, 8, 16) + _runs(2, 104, 4, 16, 4), scale_zero=32, **K),
-    Format("Q4_K", 256, 144, (4,), _runs(4, 16, 32), (0, 2), scale_runs=K_SCALES, **K),
+           num_scales=16, scale_planes=(4, 2),
+           scale_runs=_runs(4, 96, 8, 16) + _runs(2, 104, 4, 16, 4), scale_zero=32),
+    Format("Q4_K", 256, 144, (4,), _runs(4, 16, 32), (0, 2), num_scales=16, scale_planes=(4, 2),
+           scale_runs=K_SCALES),
     Format("Q5_K", 256, 176, (4, 1), _runs(4, 48, 32) + _runs(1, 16, 32, to=4), (0, 2),
-           scale_runs=K_SCALES, **K),
+           num_scales=16, scale_planes=(4, 2), scale_runs=K_SCALES),
     Format("Q6_K", 256, 210, (4, 2), _runs(4, 0, 64) + _runs(2, 128, 32, to=4), (208,), 32,
            group=16, num_scales=16, scale_planes=(8,), scale_runs=_runs(8, 192, 16, 16),
            scale_zero=128, scale_flip=128),
@@ -148,9 +152,9 @@ FORMATS = (
     Format("Q5_0", 32, 22, (4, 1), _runs(4, 6, 16, 32) + _neighbours(1, 2, 32, 4), (0,), 16),
     Format("Q5_1", 32, 24, (4, 1), _runs(4, 8, 16, 32) + _neighbours(1, 4, 32, 4), (0, 2),
            offset_sign=-1),
-    Format("IQ4_NL", 32, 18, runs=_runs(4, 2, 16, 32), factors=(0,), **IQ4),
-    Format("IQ4_XS", 256, 136, runs=_runs(4, 8, 16), factors=(0,), num_scales=8, scale_planes=(8,),
-           scale_runs=_neighbours(4, 4, 8, 0) + _neighbours(2, 2, 8, 4), scale_zero=32, **IQ4),
+    Format("IQ4_NL", 32, 18, (4,), _runs(4, 2, 16, 32), (0,), 128, values=IQ4),
+    Format("IQ4_XS", 256, 136, (4,), _runs(4, 8, 16), (0,), 128, num_scales=8, scale_planes=(8,),
+           scale_runs=_neighbours(4, 4, 8, 0) + _neighbours(2, 2, 8, 4), scale_zero=32, values=IQ4),
     Format("MXFP4", 32, 17, (4,), _runs(4, 1, 16, 32), (0,), 128,
            values=(128, 136, 144, 152, 160, 176, 192, 224, 128, 120, 112, 104, 96, 80, 64, 32)),
 )  # fmt: skip

@@ -44,7 +44,11 @@ class PackedFile(PackedBackend):
     """Runs the weights of a packed file, which processes share."""
 
     def __init__(
-        self, path: Path, config: PreTrainedConfig, dtype: torch.dtype, recorded: Mapping[str, Any]
+        self,
+        path: Path,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        recorded: Mapping[str, object],
     ) -> None:
         self.file = file = WeightFile(path)
         mapped = file.map()
@@ -53,7 +57,7 @@ class PackedFile(PackedBackend):
         self.use(weights)
         self.arguments = path, config, dtype, recorded
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle and copies: the same file."""
         return PackedFile, self.arguments, self.kept_tokens
 
@@ -80,7 +84,7 @@ class StreamedFile(PackedBackend):
         file: WeightFile,
         config: PreTrainedConfig,
         dtype: torch.dtype,
-        recorded: Mapping[str, Any],
+        recorded: Mapping[str, object],
     ) -> None:
         self.file, (outside, *self.layers), self.backend = file, file.blocks, self
         *_, last = outside.tensors.values()
@@ -161,7 +165,7 @@ def packed_file(name: str, source: WeightSource, storage: Storage, on_bytes: OnB
     )
 
 
-def recorded_of(file: WeightFile, dtype: torch.dtype, source: WeightSource) -> dict[str, Any]:
+def recorded_of(file: WeightFile, dtype: torch.dtype, source: WeightSource) -> dict[str, object]:
     """What profiles record of a model whose weights are packed in `file`, made from `source`."""
     content = file.index.source.content
     return {

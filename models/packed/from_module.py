@@ -1,7 +1,6 @@
 """A model in memory that is packed, and packed anew when its weights change."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class PackedModule(PackedBackend):
         if reason := self.differs():
             raise SequoiaPlanError(reason)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle and copies: packed anew from the copy of the module."""
         return PackedModule, (self.module, self.storage.bits), self.kept_tokens
 

@@ -7,7 +7,7 @@ NUMBA_CPU_FEATURES may change. Sums are whole numbers, so all kinds give the sam
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 from llvmlite import ir
 from llvmlite.ir import Value
@@ -17,6 +17,8 @@ from sequoia_plan.models.packed.formats import QUAD
 from sequoia_plan.models.packed.vectors import Emitter
 
 SIGNS = -0x7F7F7F80  # the upper bit of each byte of a word
+Weights: TypeAlias = Value | tuple[Value, Value]
+"""A vector of weights as products read it: for AVX2's 8 bits, their sizes and the signed bytes."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Instructions:
     pieces: int  # vectors of outputs whose weights of a group are in registers at once
     float_rows: int  # rows whose sums, by a tile of floats, are in registers at once
     needs: tuple[str, ...]  # features, as LLVM names them
-    add_up: Callable[[Emitter, Sequence[Any], int, Value, Value], Value]
+    add_up: Callable[[Emitter, Sequence[Weights], int, Value, Value], Value]
     look_up: Callable[[Emitter, Value, Sequence[int]], Value]
-    prepare: Callable[[Emitter, Value, int], Any] = lambda emit, word, bits: word
+    prepare: Callable[[Emitter, Value, int], Weights] = lambda emit, word, bits: word
 
 
 def _splat_quads(emit: Emitter, numbers: Value, count: int) -> list[Value]:
@@ -61,7 +63,7 @@ def _as_bytes(emit: Emitter, words: Value) -> Value:
 
 
 def _add_up_vnni(
-    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+    emit: Emitter, weights: Sequence[Weights], bits: int, numbers: Value, start: Value
 ) -> Value:
     """See `Instructions`: vpdpbusd adds the four products of a word's bytes to an int32."""
     total, name = emit.words(0), f"llvm.x86.avx512.vpdpbusd.{32 * emit.lanes}"
@@ -70,7 +72,7 @@ def _add_up_vnni(
     return total
 
 
-def _prepare_avx2(emit: Emitter, weights: Value, bits: int) -> Any:
+def _prepare_avx2(emit: Emitter, weights: Value, bits: int) -> Weights:
     """Weights of 8 bits, less 128: their sizes and the signed bytes. Others as they are."""
     if bits < 8:
         return weights
@@ -79,7 +81,7 @@ def _prepare_avx2(emit: Emitter, weights: Value, bits: int) -> Any:
 
 
 def _add_up_avx2(
-    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+    emit: Emitter, weights: Sequence[Weights], bits: int, numbers: Value, start: Value
 ) -> Value:
     """See `Instructions`: vpmaddubsw adds two products in int16, vpmaddwd two of these in int32."""
     builder, sums = emit.builder, None
@@ -103,13 +105,13 @@ def _add_up_avx2(
     return total
 
 
-def _prepare_signed(emit: Emitter, weights: Value, bits: int) -> Any:
+def _prepare_signed(emit: Emitter, weights: Value, bits: int) -> Value:
     """Unsigned bytes less 128, as signed bytes."""
     return emit.builder.xor(weights, emit.words(SIGNS))
 
 
 def _add_up_neon(
-    name: str, emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+    name: str, emit: Emitter, weights: Sequence[Weights], bits: int, numbers: Value, start: Value
 ) -> Value:
     """See `Instructions`: `usdot`, or `sdot` of weights less 128, adds four products of bytes."""
     total = emit.load_splat(start, WORD) if name == "sdot" else emit.words(0)
@@ -120,7 +122,7 @@ def _add_up_neon(
 
 
 def _add_up_anywhere(
-    emit: Emitter, weights: Sequence[Any], bits: int, numbers: Value, start: Value
+    emit: Emitter, weights: Sequence[Weights], bits: int, numbers: Value, start: Value
 ) -> Value:
     """See `Instructions`: byte by byte, with instructions that every processor has."""
     builder, total = emit.builder, emit.words(0)

@@ -1,18 +1,22 @@
 """Loading a model whose weights are packed in the cache, or saying why PyTorch has to run it."""
 
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.files.pretrained import ModelFiles, check_tensors
+from sequoia_plan.models.packed.backend import PackedBackend
 from sequoia_plan.models.packed.families import empty_module, why_not
 from sequoia_plan.models.packed.from_file import PackedFile, StreamedFile, packed_file, recorded_of
 from sequoia_plan.models.packed.from_module import PackedModule
 from sequoia_plan.models.packed.weights import Storage
 
 
-def load_packed(files: ModelFiles, how: Loading, *, streams: bool = False) -> tuple[Any, str]:
+def load_packed(
+    files: ModelFiles, how: Loading, *, streams: bool = False
+) -> tuple[PackedBackend | None, str]:
     """The backend that runs a model's files packed, and ""; or None, and why there is none.
 
     With `streams` it is a `StreamedFile`, whose layers are still to be loaded.
@@ -38,7 +42,7 @@ def load_packed(files: ModelFiles, how: Loading, *, streams: bool = False) -> tu
     return PackedFile(file.path, config, dtype, recorded), ""
 
 
-def _has_own_tensors(files: ModelFiles, empty: Any) -> bool:
+def _has_own_tensors(files: ModelFiles, empty: PreTrainedModel | None) -> bool:
     """Do the files have exactly the model's tensors, by name and shape?
 
     If not, transformers may still read a folder; for a GGUF file, SequoiaPlanError is raised.

@@ -1,9 +1,8 @@
 """Passes of packed layers: their workers, their cache, and memory for what is between."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,15 +39,15 @@ class Workers:
     def _at_fork_reinit(self) -> None:
         self.lock, self.pool = Lock(), ThreadPoolExecutor(self.count)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle and copies: threads of their own."""
         return Workers, (self.count,)
 
-    def run(self, function: Any, *arguments: Any) -> None:
+    def run(self, function: Callable[..., object], *arguments: object) -> None:
         """Call function(worker, count, address of `counter`, *arguments) once in each thread."""
         self.counter[:] = 0
         address = self.counter.ctypes.data
-        others: list[Future[None]] = []
+        others: list[Future[object]] = []
         try:
             for worker in range(1, self.count):
                 others.append(self.pool.submit(function, worker, self.count, address, *arguments))
@@ -94,9 +93,9 @@ class PackedCache(TreeCache):
 
     def clear(self) -> None:
         """See `TreeCache.clear`; `waiting` has the arguments of a pass that `may_wait`."""
-        self.waiting: list[tuple[Any, ...]] = []
+        self.waiting: list[tuple[object, ...]] = []
 
-    def take(self, other: Any, count: int) -> None:
+    def take(self, other: TreeCache, count: int) -> None:
         super().take(other, count)
         blocks = -(-count // BLOCK)
         words = blocks * self.values.shape[2] // self.keys.shape[2]
@@ -139,7 +138,7 @@ class PackedPass:
     sines. `owners` own the memory of the weights, of which `model` has addresses.
     """
 
-    owners: Any = None
+    owners: object = None
 
     def __init__(
         self, model: Model, config: PreTrainedConfig, vocabulary: int, dtype: torch.dtype,
@@ -195,7 +194,7 @@ class PackedPass:
         states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
         return torch.from_numpy(logits), states
 
-    def run(self, cache: PackedCache, *arguments: Any) -> None:
+    def run(self, cache: PackedCache, *arguments: object) -> None:
         """Run a pass; `arguments` are those of `forward` from `reader` to `kept`.
 
         One that waits in the cache runs along, first in each layer: weights are streamed once.
@@ -221,7 +220,7 @@ class PackedPass:
 
     def new_reader(
         self, cache: PackedCache, workers: int, kept: int, layers: Sequence[int], vocabulary: int,
-        **others: Any,
+        **others: NDArray[np.generic],
     ) -> Reader:  # fmt: skip
         """What passes read, with memory for logits of `kept` rows and for hidden states.
 
@@ -253,7 +252,7 @@ class PackedPass:
         self.scratch_slots = slots = max(slots, self.scratch_slots)
         self.scratch = self.new_scratch(self.workers.count, rows, slots)
 
-    def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[Any]]:
+    def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[np.generic]]:
         """Memory for passes of so many workers, rows and slots: fields of a `Reader`, by name.
 
         What every worker computes for itself has memory for each of them.

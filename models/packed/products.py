@@ -5,11 +5,12 @@ in one order, whatever rows stand beside it.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llvmlite import ir
 from llvmlite.ir import Value
 from numba import cfunc, types
+from numba.core.ccallback import CFunc
 
 from sequoia_plan.models.packed.features import BYTE, HALF_WORD, LONG, WORD, multiplies_bfloats
 from sequoia_plan.models.packed.formats import FORMATS, GROUP, OUTPUTS, QUAD, Format
@@ -178,16 +179,15 @@ def _emit_integer_step(
     totals: Value, fetched: Value, lines: int,  # addresses; cache lines to prefetch on the way
 ) -> None:  # fmt: skip
     """Add one block's products to the rows' totals for `kind.pieces` vectors of outputs."""
-    fields: Any = format.step.fields
     outputs = [emit.at(first_output, emit.lanes * piece) for piece in range(kind.pieces)]
     factors = [_emit_factors(emit, format, block, output) for output in outputs]
     scales = [
         _emit_planes(
-            emit, emit.at(block, fields["scales"][1], (output, QUAD)), format.scale_planes,
+            emit, emit.at(block, format.start("scales"), (output, QUAD)), format.scale_planes,
             format.num_scales // QUAD,
         ) for output in outputs
     ]  # fmt: skip
-    weights, group_bytes = emit.at(block, fields["weights"][1]), WORDS_BYTES * format.bits
+    weights, group_bytes = emit.at(block, format.start("weights")), WORDS_BYTES * format.bits
     num_scales = GROUP // format.group  # of a group of inputs
     bits = 8 if format.values else format.bits  # a table's values take a byte
     for group, record in enumerate(records):
@@ -312,7 +312,7 @@ def _emit_integer_row(
 
 
 @functools.cache
-def multiplier(format: int) -> Any:
+def multiplier(format: int) -> CFunc:
     """A compiled function: `emit_tile` for any number of encoded rows and tiles side by side."""
     groups = max(FORMATS[format].block // GROUP, 1)
     step_bytes = groups * RECORD_BYTES[encoding_for(format).form]

@@ -1,6 +1,8 @@
 """Arrays and numbers that compiled code reads by name; tuples of arrays take long to compile."""
 
 import functools
+from collections.abc import Callable, Mapping
+from inspect import getfile
 from os.path import dirname
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 from llvmlite import ir
 from llvmlite.ir import Value
 from numba import from_dtype, njit, types
+from numba.core.dispatcher import Dispatcher
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, lower_getattr_generic, models, register_model, unbox
 from numba.np.arrayobj import make_array, populate_array
@@ -16,18 +19,18 @@ from sequoia_plan.artifacts.files import follow_sources
 from sequoia_plan.models.packed.features import LONG
 
 
-def compiled(function: Any, **flags: Any) -> Any:
+def compiled(function: Callable[..., object], **flags: object) -> Dispatcher:
     """Compile a function with numba, and keep its code on disk.
 
     It is compiled again when a source file changes in this folder or in the function's.
     """
     compiled = njit(nogil=True, cache=True, error_model="numpy", **flags)(function)
-    folders = {dirname(__file__), dirname(function.__code__.co_filename)}
+    folders = {dirname(__file__), dirname(getfile(function))}
     return follow_sources(compiled, *sorted(folders))  # sets have another order in each process
 
 
 @functools.cache
-def kind_of(dtype: np.dtype[Any], ndim: int) -> types.Type:
+def kind_of(dtype: np.dtype[np.generic], ndim: int) -> types.Type:
     """numba's type of a contiguous array, or of a number if `ndim` is 0."""
     kind = from_dtype(dtype)
     return types.Array(kind, ndim, "C") if ndim else kind
@@ -38,12 +41,12 @@ class RecordType(types.Type):
 
     bitwidth = 64
 
-    def __init__(self, name: str, fields: dict[str, Any]) -> None:
+    def __init__(self, name: str, fields: Mapping[str, tuple[types.Type, int]]) -> None:
         super().__init__(name)
         self.fields = fields
 
     @property
-    def key(self) -> Any:
+    def key(self) -> tuple[object, ...]:
         return self.name, *self.fields.items()
 
 
@@ -55,8 +58,8 @@ class Record:
     array must be given as one, not as a list.
     """
 
-    def __init__(self, **fields: Any) -> None:
-        kinds, words = dict[str, Any](), list[int]()
+    def __init__(self, **fields: object) -> None:
+        kinds, words = dict[str, tuple[types.Type, int]](), list[int]()
         for name, value in sorted(fields.items()):
             if isinstance(value, Record):
                 kinds[name] = value._numba_type_, len(words)
@@ -69,7 +72,7 @@ class Record:
             words += [int(word), *array.shape]
         self.fields, self.words = fields, np.array(words, np.int64)
         self.address: int = self.words.ctypes.data
-        self._numba_type_: Any = RecordType(type(self).__name__, kinds)
+        self._numba_type_: types.Type = RecordType(type(self).__name__, kinds)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -77,7 +80,7 @@ class Record:
         except KeyError as error:
             raise AttributeError(name) from error
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle and copies: the addresses of their own arrays."""
         return functools.partial(type(self), **self.fields), ()
 

@@ -48,10 +48,9 @@ def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[
         numbers, pair = layout.step.base, layout.step.shape[2]
         _pack_numbers(rows.view(numbers), tiles.view(numbers), pair)
         return
-    fields: Any = layout.step.fields
     _pack_blocks(
         rows, tiles, np.array([layout.block_bytes, layout.block, layout.num_scales]),
-        np.array([layout.step.itemsize, fields["scales"][1], fields["weights"][1]]),
+        np.array([layout.step.itemsize, layout.start("scales"), layout.start("weights")]),
         np.array(layout.factors), layout.step["factors"].shape[2],
         np.array(layout.scale_runs or [Run(0, 0, 0, 0, 0)]),
         np.array(layout.scale_planes, np.int64), np.uint8(layout.scale_flip),
@@ -165,10 +164,9 @@ def embedding_of(matrix: Matrix) -> Embedding:
     if layout.is_float:
         sizes, values = [layout.block_bytes, layout.step.shape[2], *[0] * 8], [0]
     else:
-        fields: Any = layout.step.fields
         sizes = [
             layout.block, layout.group, layout.num_scales, layout.step.itemsize,
-            fields["scales"][1], fields["weights"][1], layout.step["factors"].shape[2],
+            layout.start("scales"), layout.start("weights"), layout.step["factors"].shape[2],
             layout.zero is None, layout.offset_sign, layout.scale_zero,
         ]  # fmt: skip
         values = [x - (layout.zero or 0) for x in layout.values or range(1 << layout.bits)]
@@ -295,7 +293,7 @@ def _whole_multiples(
     return np.rint(groups / units).clip(lowest, highest)
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: Any = np.uint8) -> NDArray[Any]:
+def aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
     """Zeros whose first byte is at a multiple of 64."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.zeros(size + 64, np.uint8)

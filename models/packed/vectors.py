@@ -10,6 +10,7 @@ from llvmlite.ir import Value
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
+from numba.core.typing import Signature
 from numba.extending import intrinsic
 
 from sequoia_plan.models.packed.features import BYTE, HALF_WORD, LONG, WORD, multiplies_bfloats
@@ -176,20 +177,22 @@ class Emitter:
         return self.builder.fpext(halves, self.float_vector)
 
 
-def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]], Any]:
+def emitted(
+    literals: int = 0, counts: int = 0, result: types.Type = types.void
+) -> Callable[[Callable[..., Value | None]], Callable[..., Value]]:
     """Make a numba intrinsic of `emit(emitter, value, ..., literal, ...)`, which emits its code.
 
     Its arguments are int64; the last `literals` must be known when a caller is compiled. With
     `counts`, the argument before these is a count from 1 to `counts`: there is code for each, which
-    `emit` writes for the count as its last literal. numba's cache on disk finds functions that call
-    it if both stand at the top of a module.
+    `emit` writes for the count as its last literal. `result` is the type of the value that `emit`
+    returns. numba's cache on disk finds callers if both stand at the top of a module.
     """
 
-    def intrinsic_of(emit: Callable[..., None]) -> Any:
+    def intrinsic_of(emit: Callable[..., Value | None]) -> Callable[..., Value]:
         """The intrinsic, with the function's name."""
 
         @functools.wraps(emit)  # for its signature
-        def typed(context: Any, *arguments: types.Type) -> Any:
+        def typed(context: Any, *arguments: types.Type) -> tuple[Signature, Callable[..., Value]]:
             num_values = len(arguments) - literals
             constants = arguments[num_values:]
             if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
@@ -197,17 +200,17 @@ def emitted(literals: int = 0, counts: int = 0) -> Callable[[Callable[..., None]
             numbers = [constant.literal_value for constant in constants]
 
             def codegen(
-                context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]
+                context: Any, builder: ir.IRBuilder, signature: Signature, values: Sequence[Value]
             ) -> Value:
-                inputs = values[:num_values]
+                inputs, returned = values[:num_values], None
                 if not counts:
-                    emit(Emitter(builder), *inputs, *numbers)
+                    returned = emit(Emitter(builder), *inputs, *numbers)
                 for number in range(1, counts + 1):
                     with builder.if_then(builder.icmp_unsigned("==", inputs[-1], LONG(number))):
                         emit(Emitter(builder), *inputs[:-1], *numbers, number)
-                return context.get_dummy_value()
+                return context.get_dummy_value() if returned is None else returned
 
-            return types.void(*[types.int64] * num_values, *constants), codegen
+            return result(*[types.int64] * num_values, *constants), codegen
 
         return intrinsic(prefer_literal=True)(typed)
 
@@ -219,7 +222,7 @@ def call(context, function, values):
     """Call the compiled function at the address `function` with a tuple of int64 values."""
 
     def codegen(
-        context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[Value]
+        context: Any, builder: ir.IRBuilder, signature: Signature, arguments: Sequence[Value]
     ) -> Value:
         address, packed = arguments
         unpacked = cgutils.unpack_tuple(builder, packed)

@@ -1,16 +1,13 @@
 """How the threads of a pass share its work and wait for each other, in compiled code."""
 
-from typing import Any
-
 from llvmlite import ir
 from llvmlite.ir import Value
 from numba import types
-from numba.extending import intrinsic
 
 from sequoia_plan.models.packed.features import LONG, WORD
 from sequoia_plan.models.packed.records import compiled
 from sequoia_plan.models.packed.system import sched_yield
-from sequoia_plan.models.packed.vectors import Emitter
+from sequoia_plan.models.packed.vectors import Emitter, emitted
 
 LOOKS = 500  # how often a worker looks for the others before it yields its processor
 TAKEN, FINISHED, COUNTER_WORDS = 64, 128, 24
@@ -19,29 +16,22 @@ byte TAKEN, how often one has taken things in this round; at FINISHED, the round
 finished. Each has cache lines of its own, so that writing one does not delay the others."""
 
 
-@intrinsic
-def fetch_and_add(context, address, count):
+@emitted(result=types.int64)
+def fetch_and_add(emit: Emitter, address: Value, count: Value) -> Value:
     """Add to the int64 at an address, as one step that other threads see; its value before."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Value:
-        pointer = builder.inttoptr(values[0], LONG.as_pointer())
-        return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+    pointer = emit.builder.inttoptr(address, LONG.as_pointer())
+    return emit.builder.atomic_rmw("add", pointer, count, "seq_cst")
 
 
-@intrinsic
-def look_and_pause(context, address):
+@emitted(result=types.int64)
+def look_and_pause(emit: Emitter, address: Value) -> Value:
     """The int64 at an address as other threads left it, after a pause that lets them run."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Value:
-        is_x86 = "x86" in builder.module.triple
-        name, *arguments = ("llvm.x86.sse2.pause",) if is_x86 else ("llvm.aarch64.hint", WORD(1))
-        Emitter(builder).call(name, ir.VoidType(), *arguments)
-        pointer = builder.inttoptr(values[0], LONG.as_pointer())
-        return builder.load_atomic(pointer, "acquire", align=8)
-
-    return types.int64(types.int64), codegen
+    builder = emit.builder
+    is_x86 = "x86" in builder.module.triple
+    name, *arguments = ("llvm.x86.sse2.pause",) if is_x86 else ("llvm.aarch64.hint", WORD(1))
+    emit.call(name, ir.VoidType(), *arguments)
+    pointer = builder.inttoptr(address, LONG.as_pointer())
+    return builder.load_atomic(pointer, "acquire", align=8)
 
 
 @compiled
