@@ -102,9 +102,11 @@ class Backend(Protocol):
 
     def check(self) -> None:
         """Follow changes of the model, or raise SequoiaPlanError."""
+        return None
 
     def refresh(self) -> None:
-        """Take the weights anew, whether or not a change can be seen."""
+        """Take the weights anew, whether or not a change can be seen; those of files have none."""
+        self.check()
 
     def new_cache(self, capacity: int, *, counts_positions: bool) -> TreeCache:
         """A cache for a sequence of up to so many slots."""
@@ -302,6 +304,5 @@ class LoadedModel:
         window = positions[:, None] % self.window + 1 if self.has_chunks else self.window
         windowed = windowed_mask(cache, full, positions, slots, window)
         if self.masks_by_layer_type:
-            masks = {FULL: full, WINDOWED: windowed, CHUNKED: windowed}
-            return {**dict.fromkeys(RECURRENT), **masks}
+            return {**dict.fromkeys(RECURRENT), FULL: full, WINDOWED: windowed, CHUNKED: windowed}
         return windowed

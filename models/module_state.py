@@ -45,13 +45,12 @@ class Watch:
 
 def structure(model: PreTrainedModel) -> State:
     """A model's device and dtype, its configuration, and its modules by name."""
-    modules = {name: ref(module) for name, module in unwrapped(model).named_modules()}
-    return _settings(model) | modules
+    return _settings(model) | {n: ref(module) for n, module in unwrapped(model).named_modules()}
 
 
 def workings(model: PreTrainedModel) -> State:
     """What decides how a model computes, apart from its weights."""
-    modules: State = {
+    return _settings(model) | {
         name: (
             ref(module),
             type(module).forward,
@@ -61,7 +60,6 @@ def workings(model: PreTrainedModel) -> State:
         )
         for name, module in unwrapped(model).named_modules()
     }
-    return _settings(model) | modules
 
 
 def weights(module: nn.Module) -> State:

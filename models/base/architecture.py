@@ -137,8 +137,9 @@ def attention_window(config: PreTrainedConfig) -> tuple[int | None, bool]:
         window = getattr(config, "sliding_window", None)
     if CHUNKED in layer_types:
         window = config.attention_chunk_size
-    uses_window = getattr(config, "use_sliding_window", True)
-    return window if uses_window else None, len(layer_types) > 1
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    return window, len(layer_types) > 1
 
 
 def _rope(config: PreTrainedConfig) -> RopeParameters:

@@ -155,8 +155,8 @@ class CacheLayer(CacheLayerMixin):
     @torch.inference_mode(False)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate memory like the keys and values of the first pass."""
-        states = (key_states, value_states)
-        self.bind(*(self.cache.allocate(_memory_of(each), 1)[0] for each in states))
+        states = (self.cache.allocate(_memory_of(s), 1)[0] for s in (key_states, value_states))
+        self.bind(*states)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -165,7 +165,7 @@ class CacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             # a recurrent layer has a method of this name for its states
             CacheLayer.lazy_initialization(self, key_states, value_states)
-        assert self.keys is not None and self.values is not None and self.cache.slots is not None
+        assert self.cache.slots is not None
         slots = self.cache.slots.to(self.keys.device)
         self.keys.index_copy_(2, slots, key_states)
         self.values.index_copy_(2, slots, value_states)

@@ -1,9 +1,15 @@
 """The dtypes that models compute in, by name."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import ArgumentError
 
+Bytes = NDArray[np.uint8]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+Shape = tuple[int, ...]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -42,8 +42,8 @@ class WeightStream(Protocol):
         """Stop streaming."""
 
 
-def refuse_copies() -> NoReturn:
-    """Raise SequoiaPlanError, in place of pickling or copying what reads a stream's slots."""
+def refuse_copies(owner: object) -> NoReturn:
+    """Raise SequoiaPlanError, in place of pickling or copying a reader of a stream's slots."""
     raise SequoiaPlanError(
         "target: its layers are streamed, so it can neither be pickled nor copied; load it "
         "where it is needed"

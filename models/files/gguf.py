@@ -4,10 +4,10 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.dtype import Float32, Int64, Shape
 from sequoia_plan.models.files.gguf_config import ROPE_FACTORS
 from sequoia_plan.models.files.gguf_file import GgufFile, GgufTensor
 from sequoia_plan.models.files.stored import StoredMatrix, decoded_rows
@@ -46,7 +46,7 @@ class GgufSource:
         self.file, self.files, self.head_dim = file, [file.path], int(config.head_dim or 0)
         self.is_permuted = file.architecture == "llama"
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """See `WeightSource`: the file's own names where transformers has none."""
         return {
             transformers_name(name): tensor.shape
@@ -56,20 +56,16 @@ class GgufSource:
 
     def matrix(self, name: str) -> StoredMatrix:
         tensor, order = self._tensor(name)
-
-        def read(first: int, end: int) -> NDArray[np.uint8]:
-            """Rows of the file, in the order of transformers."""
-            return tensor.read(first, end) if order is None else tensor.read()[order[first:end]]
-
         outputs, inputs = tensor.shape
+        read = tensor.read if order is None else lambda first, end: tensor.read()[order[first:end]]
         return StoredMatrix(tensor.format, outputs, inputs, read)
 
-    def vector(self, name: str) -> NDArray[np.float32]:
+    def vector(self, name: str) -> Float32:
         tensor, order = self._tensor(name)
         values = decoded_rows(tensor.format, tensor.read())[0]
         return values if order is None else values[order]
 
-    def _tensor(self, name: str) -> tuple[GgufTensor, NDArray[np.int64] | None]:
+    def _tensor(self, name: str) -> tuple[GgufTensor, Int64 | None]:
         """A tensor, and transformers' order of its rows (int64 [rows]), None if it is the file's.
 
         llama.cpp rotates neighbours in a Llama's heads where transformers rotates halves.

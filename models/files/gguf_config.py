@@ -122,7 +122,7 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         )
     if factors := file.tensors.get(ROPE_FACTORS):
         values = decoded_rows(factors.format, factors.read()).astype(np.float64).reshape(-1)
-        _set_factors(file.path, config, rope, values)
+        _set_factors(file.path, rope, values)
     return config
 
 
@@ -183,7 +183,9 @@ def _set(config: PreTrainedConfig, rope: RopeParameters, key: str, value: Any) -
     if key in HEAD_SIZES:
         return value == head_size(config)
     if key == ROPE_DIMENSIONS:
-        return _set_rotary_dimensions(config, rope, value)
+        if "partial_rotary_factor" in rope:  # else a model always turns all numbers of a head
+            rope["partial_rotary_factor"] = value / head_size(config)
+        return value == int(head_size(config) * rope.get("partial_rotary_factor", 1))
     if key in ROPE_SETTINGS:
         value = ROPE_TYPES.get(value) if key == "rope.scaling.type" else value
         if value is None or not rope:
@@ -210,24 +212,13 @@ def _same_by_layer(
     if key == "full_attention_interval":
         return recurrent == [(number + 1) % value > 0 for number in range(len(recurrent))]
     if key == "attention.head_count_kv" and isinstance(value, list):
-        counts = [0 if is_recurrent else config.num_key_value_heads for is_recurrent in recurrent]
-        return value == counts
+        return value == [0 if state else config.num_key_value_heads for state in recurrent]
     if key == "ssm.inner_size" and hasattr(config, "linear_value_head_dim"):
         return value == config.linear_num_value_heads * config.linear_value_head_dim
     return None
 
 
-def _set_rotary_dimensions(config: PreTrainedConfig, rope: RopeParameters, count: int) -> bool:
-    """Let rotary embeddings turn `count` numbers of a head; False if the model always turns all."""
-    head_dim = head_size(config)
-    if "partial_rotary_factor" in rope:
-        rope["partial_rotary_factor"] = count / head_dim
-    return count == int(head_dim * rope.get("partial_rotary_factor", 1))
-
-
-def _set_factors(
-    gguf: Path, config: PreTrainedConfig, rope: RopeParameters, factors: NDArray[np.float64]
-) -> None:
+def _set_factors(gguf: Path, rope: RopeParameters, factors: NDArray[np.float64]) -> None:
     """Let rotary embeddings have frequencies that are divided by `factors`."""
     frequencies = rope["rope_theta"] ** -(np.arange(len(factors)) / len(factors))
     low, high, length = LLAMA3.values()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sequoia_plan.artifacts import SequoiaPlanError
+from sequoia_plan.models.base.dtype import Bytes, Shape
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -40,11 +40,11 @@ class GgufTensor:
 
     path: Path
     format: str
-    shape: tuple[int, ...]
+    shape: Shape
     offset: int
     row_bytes: int
 
-    def read(self, first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
+    def read(self, first: int = 0, end: int | None = None) -> Bytes:
         """The bytes of some rows, uint8 [rows, bytes of one]."""
         end = math.prod(self.shape[:-1]) if end is None else end
         start, count = self.offset + first * self.row_bytes, (end - first) * self.row_bytes
@@ -71,8 +71,11 @@ class GgufFile:
 
     def under(self, prefix: str) -> dict[str, Any]:
         """The metadata whose keys begin with a prefix, without it."""
-        own = {key: value for key, value in self.metadata.items() if key.startswith(prefix)}
-        return {key.removeprefix(prefix): value for key, value in own.items()}
+        return {
+            key.removeprefix(prefix): value
+            for key, value in self.metadata.items()
+            if key.startswith(prefix)
+        }
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -135,10 +138,10 @@ def _not_read(path: Path, name: str, kind: int, text: str = "") -> SequoiaPlanEr
 class _Reader:
     """Reads values one after the other from the bytes of a file."""
 
-    def __init__(self, data: NDArray[np.uint8]) -> None:
+    def __init__(self, data: Bytes) -> None:
         self.place, self.view = 0, data.data
 
-    def header(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
+    def header(self) -> tuple[dict[str, Any], list[tuple[str, Shape, int, int]]]:
         """The metadata; and for each tensor its name, shape, ggml's type, and offset in bytes."""
         if bytes(self.view[:4]) != MAGIC:
             raise ValueError("it does not begin with GGUF")

@@ -23,10 +23,9 @@ def module_metadata(
     `digest` hashes the configuration and each parameter's first numbers, `content` numbers from all
     over each parameter: those in `samples`, for a model whose weights are not in memory.
     """
-    omitted_keys = ("_name_or_path", "dtype", "transformers_version")
-    config = {
-        key: value for key, value in model.config.to_dict().items() if key not in omitted_keys
-    }
+    config = model.config.to_dict()
+    for key in ("_name_or_path", "dtype", "transformers_version"):
+        config.pop(key, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     content = hashlib.sha256()
     for parameter_name, parameter in model.named_parameters():

@@ -160,8 +160,8 @@ def check_tensors(files: ModelFiles, model: PreTrainedModel) -> None:
     refuse_missing(files.path, expected.keys() - shapes.keys())
     for name in sorted(shapes.keys() - expected.keys()):
         raise unread(files.path, model, name)
-    differ = [name for name in expected if shapes[name] != expected[name]]
-    refuse_shapes(files.path, ((name, shapes[name], expected[name]) for name in differ))
+    both = ((name, shapes[name], shape) for name, shape in expected.items())
+    refuse_shapes(files.path, (each for each in both if each[1] != each[2]))
 
 
 def downloaded_folder(source: str) -> Path:

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from msgspec import Struct
-from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor, nn
+
+from sequoia_plan.models.base.dtype import Bytes, Float32, Shape
 
 DTYPE_FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """ggml's names of floating-point formats."""
@@ -43,18 +44,17 @@ class StoredMatrix:
     format: str
     outputs: int
     inputs: int
-    read: Callable[[int, int], NDArray[np.uint8]]
+    read: Callable[[int, int], Bytes]
 
     def in_dtype(self, dtype: torch.dtype) -> StoredMatrix:
         """The same matrix, whose rows are rounded to a dtype when they are read."""
         if self.format == DTYPE_FORMATS[dtype]:
             return self
-
-        def read(first: int, end: int) -> NDArray[np.uint8]:
-            """Dense rows in the dtype."""
-            return bytes_of_rows(self.dense(first, end).to(dtype))
-
-        return replace(self, format=DTYPE_FORMATS[dtype], read=read)
+        return replace(
+            self,
+            format=DTYPE_FORMATS[dtype],
+            read=lambda first, end: bytes_of_rows(self.dense(first, end).to(dtype)),
+        )
 
     def dense(self, first: int = 0, end: int | None = None) -> Tensor:
         """Some rows, float32 [rows, inputs]."""
@@ -67,13 +67,13 @@ class WeightSource(Protocol):
 
     files: list[Path]
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """The shape of each tensor."""
 
     def matrix(self, name: str) -> StoredMatrix:
         """A tensor of two dimensions."""
 
-    def vector(self, name: str) -> NDArray[np.float32]:
+    def vector(self, name: str) -> Float32:
         """A tensor of one dimension."""
 
 
@@ -85,14 +85,14 @@ class CheckpointSource:
         self.opened = [safe_open(file, framework="pt") for file in self.files]
         self.file_of = {name: file for file in self.opened for name in file.keys()}  # noqa: SIM118
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         return {n: tuple(f.get_slice(n).get_shape()) for n, f in self.file_of.items()}
 
     def matrix(self, name: str) -> StoredMatrix:
         rows = self.file_of[name].get_slice(name)
         return stored_matrix(rows, rows.get_shape())
 
-    def vector(self, name: str) -> NDArray[np.float32]:
+    def vector(self, name: str) -> Float32:
         return self.file_of[name].get_tensor(name).float().numpy()
 
 
@@ -104,13 +104,13 @@ class ModuleSource:
     def __init__(self, module: nn.Module) -> None:
         self.tensors = dict(module.named_parameters())  # tied ones once
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def matrix(self, name: str) -> StoredMatrix:
         return stored_matrix(self.tensors[name].detach())
 
-    def vector(self, name: str) -> NDArray[np.float32]:
+    def vector(self, name: str) -> Float32:
         return self.tensors[name].detach().float().numpy()
 
 
@@ -125,12 +125,12 @@ def stored_matrix(weight: Any, shape: Sequence[int] = ()) -> StoredMatrix:
     )
 
 
-def bytes_of_rows(rows: Tensor) -> NDArray[np.uint8]:
+def bytes_of_rows(rows: Tensor) -> Bytes:
     """float [n, inputs] -> uint8 [n, bytes of a row]."""
     return rows.contiguous().view(torch.uint8).reshape(len(rows), -1).numpy()
 
 
-def decoded_rows(format: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+def decoded_rows(format: str, rows: Bytes) -> Float32:
     """Rows of bytes in one of ggml's formats as float32 [n, inputs]."""
     rows = np.ascontiguousarray(rows)
     if format == "F32":

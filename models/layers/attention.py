@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +64,12 @@ def attend_shared_heads(
     tensors = (query, key, value, mask)
     if slots is None or not can_split_keys(*tensors, slots):
         return attend_by_tensor_operations(), None
-    split_keys = partial(split_key_attention, *tensors, slots, scale)
-    kernel = KERNELS_NAME, query.dtype
-    return kernel_or_tensors(kernel, split_keys, attend_by_tensor_operations), None
+    attended = kernel_or_tensors(
+        (KERNELS_NAME, query.dtype),
+        lambda: split_key_attention(*tensors, slots, scale),
+        attend_by_tensor_operations,
+    )
+    return attended, None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -24,8 +24,6 @@ MAX_ERROR = 1e-4
 TREE = TokenTree.from_parents([-1, 0, 0, 1, 1, 3])
 """The tree of the tokens that a layer is tried on; a token attends to its ancestors."""
 
-LoadWeights = Callable[[], Mapping[str, Tensor]]  # returns a layer's weights by their names in it
-
 
 @torch.no_grad()
 def fuse(
@@ -84,10 +82,13 @@ def num_fused_layers(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def fused_layer_error(layer: DecoderLayer, load: LoadWeights | None = None) -> float:
+def fused_layer_error(
+    layer: DecoderLayer, load: Callable[[], Mapping[str, Tensor]] | None = None
+) -> float:
     """The largest relative error of a fused layer's attention and MLP against those of `layer`.
 
-    Both are in float32, with their norms. Experts are left out: a fused layer keeps them.
+    Both are in float32, with their norms. `load` returns the weights by name, where they are not in
+    memory. Experts are left out: a fused layer keeps them.
     """
     kept_modules = {} if has_gated_mlp(layer) else {id(layer.mlp): nn.Identity()}
     original = copy.deepcopy(layer, kept_modules)
@@ -109,17 +110,17 @@ def fused_layer_error(layer: DecoderLayer, load: LoadWeights | None = None) -> f
     )
     angles = torch.cat((angles, angles), -1).to(device) * torch.pi
     mask = additive_mask(torch.tensor(TREE.attention_mask), torch.float32).to(device)
-    inputs = {
-        "attention_mask": mask[None, None],
-        "position_embeddings": (angles.cos(), angles.sin()),
-    }
 
     def added_states(module: DecoderLayer | FusedLayer) -> tuple[Tensor, Tensor]:
         """What attention, and what the MLP, adds to hidden states: [tokens, width] each."""
         hidden_states = rows.to(device)
         if attention_width == width:  # EAGLE-3's first layer reads twice the width
             hidden_states = module.input_layernorm(hidden_states)
-        attended = module.self_attn(hidden_states=hidden_states, **inputs)[0]
+        attended = module.self_attn(
+            hidden_states=hidden_states,
+            attention_mask=mask[None, None],
+            position_embeddings=(angles.cos(), angles.sin()),
+        )[0]
         normed = module.post_attention_layernorm(rows[..., :width].to(device))
         return attended[0], module.mlp(normed)[0]
 

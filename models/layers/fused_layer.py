@@ -110,9 +110,8 @@ class FusedLayer(nn.Module):
             if name.endswith("norm"):  # EAGLE-3 has one more, and EAGLE-1 one that does nothing
                 weight = tensors.get(f"{name}.weight")
                 setattr(self, name, norm if weight is None else fused_norm(norm, weight))
-        self.mlp = layer.mlp
-        if has_gated_mlp(layer):
-            self.mlp = FusedMLP(layer.mlp.act_fn, tensors)
+        is_gated = has_gated_mlp(layer)
+        self.mlp = FusedMLP(layer.mlp.act_fn, tensors) if is_gated else layer.mlp
         self.rows = {
             name: len(tensors[f"{name}.weight"])
             for name in (*QUERY_KEY_VALUE, *GATE_UP)
@@ -268,16 +267,6 @@ class FusedMLP(nn.Module):
         return self.act_fn(gate) * up
 
 
-def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """PyTorch's linear layer with these weights; they are not copied."""
-    rows, columns = weight.shape
-    linear = nn.Linear(columns, rows, bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
-
-
 def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embeddings applied to heads [batch, tokens, heads, head_dim]."""
     cos, sin = position_embeddings
@@ -288,9 +277,13 @@ def _rotate(heads: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor
 
 def _joined_linear(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> nn.Module:
     """One linear layer that computes those called `names`, their outputs side by side."""
-    weights = [tensors[f"{name}.weight"].detach() for name in names]
+    weight = _joined([tensors[f"{name}.weight"].detach() for name in names])
     biases = [tensors[f"{name}.bias"].detach() for name in names if f"{name}.bias" in tensors]
-    return plain_linear(_joined(weights), _joined(biases) if biases else None)
+    linear = nn.Linear(weight.shape[1], len(weight), bias=bool(biases), device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        linear.bias = nn.Parameter(_joined(biases), requires_grad=False)
+    return linear
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

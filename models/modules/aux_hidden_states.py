@@ -12,27 +12,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
-from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
+from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM, decoder_layers
 from sequoia_plan.models.base.cache import TreeCache
 
 
-def register_hooks(
-    model: PreTrainedModel, layers: nn.ModuleList | None, layer_numbers: Sequence[int]
-) -> None:
+def register_hooks(model: PreTrainedModel, layer_numbers: Sequence[int]) -> None:
     """Let every pass of `model` record hidden states in the cache that it is given.
 
     They are in `TreeCache.aux_hidden_states` after the pass. Passes with other caches, as those of
     transformers' generate, record nothing; passes of several threads do not interfere.
     """
+    layers = decoder_layers(model)[1] if {*layer_numbers} - {AFTER_FINAL_NORM} else ()
     for number in layer_numbers:
         if number == AFTER_FINAL_NORM:
             module = model.base_model
-        elif layers is not None and 0 <= number <= len(layers):
+        elif 0 <= number <= len(layers):
             module = layers[max(number - 1, 0)]
         else:
-            count = 0 if layers is None else len(layers)
             raise SequoiaPlanError(
-                f"draft: reads the hidden state {number} of a target that has 0 to {count}"
+                f"draft: reads the hidden state {number} of a target that has 0 to {len(layers)}"
             )
         hooks = module._forward_pre_hooks if number == 0 else module._forward_hooks
         # one hook serves all decoders of a model

@@ -9,9 +9,7 @@ from transformers import PreTrainedModel
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import (
-    AFTER_FINAL_NORM,
     UNLIMITED,
-    decoder_layers,
     execution_device,
     model_type,
     rope_changes,
@@ -29,7 +27,7 @@ from sequoia_plan.models.modules.aux_hidden_states import register_hooks, take_a
 from sequoia_plan.models.modules.fused_twin import FusedTwin
 from sequoia_plan.models.modules.probe import probe
 from sequoia_plan.models.modules.recurrent import RecurrentCache, record_inputs, recurrent_modules
-from sequoia_plan.models.parallel import from_first, is_on_one_cuda_device, is_split
+from sequoia_plan.models.parallel import from_first, is_compiled, is_on_one_cuda_device, is_split
 from sequoia_plan.models.vocabulary import vocabulary_size
 
 
@@ -96,14 +94,10 @@ class ModuleBackend(Backend):
         if self.layout is None:
             self.layout = probe(LoadedModel(self, text_config(self.module)), self.runs)
         if hidden_states:
-            plain = unwrapped(self.runs)
-            needs_layers = bool(set(hidden_states) - {AFTER_FINAL_NORM})
-            layers = decoder_layers(plain)[1] if needs_layers else None
-            register_hooks(plain, layers, hidden_states)
+            register_hooks(unwrapped(self.runs), hidden_states)
 
     def is_stale(self) -> bool:
-        is_stale = bool(self.structure.changes(self.module))
-        return is_stale or (self.twin is not None and self.twin.is_stale())
+        return bool(self.structure.changes(self.module) or (self.twin and self.twin.is_stale()))
 
     def check(self) -> None:
         if names := self.structure.changes(self.module):
@@ -163,9 +157,7 @@ class ModuleBackend(Backend):
         return self.module.get_output_embeddings()(hidden_states.to(self.module.dtype))
 
     def splits_keys(self, tokens: int) -> bool:
-        is_wrapped = unwrapped(self.module) is not self.module
-        is_compiled = getattr(self.module, "_compiled_call_impl", None) or is_wrapped
-        if self.layout is None or self.sdpa_config is None or is_compiled:
+        if self.layout is None or self.sdpa_config is None or is_compiled(self.module):
             return False
         return all(
             splits_keys(device, dtype, head_dim, tokens)

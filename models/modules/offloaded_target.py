@@ -9,16 +9,14 @@ import zlib
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import decoder_layers
-from sequoia_plan.models.base.dtype import dtype_name
+from sequoia_plan.models.base.dtype import Bytes, dtype_name
 from sequoia_plan.models.base.weight_stream import WeightStream
 from sequoia_plan.models.files.from_transformers import (
     load_whole,
@@ -99,11 +97,17 @@ class OffloadedTarget:
             if size and number not in split.resident_layers
         ]
         blocks = [self._layer_block(number) for number in numbers]
-        stream = self._open_stream(blocks, split, link)
-        if stream is not None:
+        stream: WeightStream | None = None
+        if not blocks:
+            self.file.close()
+        elif link == "disk":
+            stream = DiskStream(self.file, blocks, split.slots, self.device, split.resident_bytes)
+        else:
+            stream = HostStream(pinned_blocks(self.file, blocks), split.slots, self.device)
+        if stream:
             view_slots(stream, [self.layers[number] for number in numbers], blocks)
         num_fused = fuse(self.model, proven) if fused else 0
-        if stream is not None:
+        if stream:
             attach_stream(self.model, stream, [self.layers[number] for number in numbers], blocks)
         self.backend.stream = stream
         self.backend.look()  # its layers were replaced
@@ -130,17 +134,6 @@ class OffloadedTarget:
         """Read a block onto the device that computes; its tensors lie there as in the file."""
         return block.views(self.file.memory_of(block).to(self.device))
 
-    def _open_stream(
-        self, blocks: list[WeightBlock], split: MemorySplit, link: str
-    ) -> WeightStream | None:
-        """The stream that brings these blocks in every pass; None, and no open file, for none."""
-        if not blocks:
-            self.file.close()
-            return None
-        if link == "disk":
-            return DiskStream(self.file, blocks, split.slots, self.device, split.resident_bytes)
-        return HostStream(pinned_blocks(self.file, blocks), split.slots, self.device)
-
     def _layer_block(self, number: int) -> WeightBlock:
         """A layer's block, with its tensors by their names in the layer."""
         block = self.file.blocks[1 + number]
@@ -159,21 +152,17 @@ class OffloadedTarget:
             def plan() -> tuple[list[dict[str, Place]], Fill]:
                 """The layout of the file, and what fills it, if it has to be written."""
                 scratch = stack.enter_context(TemporaryDirectory(dir=cache_folder()))
-                return layout, self._filler(dtype, scratch)
+                load, expected = self._tensor_reader(dtype, scratch), _saved_tensors(self.model)
+
+                def fill(name: str, memory: Bytes) -> None:
+                    """Write a tensor."""
+                    tensor = load(name).to(device="cpu", dtype=expected[name].dtype)
+                    data = tensor.reshape(expected[name].shape).contiguous().view(-1)
+                    memory[:] = data.view(torch.uint8).numpy()
+
+                return layout, fill
 
             return cached_weights(files.path.stem, f"{kind}.weights", sources, plan)
-
-    def _filler(self, dtype: torch.dtype, scratch: str) -> Fill:
-        """A function that writes the tensor with a name into its memory in the file, uint8."""
-        load, expected = self._tensor_reader(dtype, scratch), _saved_tensors(self.model)
-
-        def fill(name: str, memory: NDArray[np.uint8]) -> None:
-            """Write a tensor."""
-            tensor = load(name).to(device="cpu", dtype=expected[name].dtype)
-            data = tensor.reshape(expected[name].shape).contiguous().view(-1)
-            memory[:] = data.view(torch.uint8).numpy()
-
-        return fill
 
     def _layout(self) -> list[dict[str, Place]]:
         """The tensors of each block: those that stay in memory, then the others of each layer.
@@ -184,11 +173,10 @@ class OffloadedTarget:
         prefix = f"{self.layers_name}."
         tensors = _saved_tensors(self.model)
         for name in in_joined_order(tensors):
-            block_number = 0
-            is_streamed = name in self.routed if self.routed else tensors[name].ndim > 1
+            tensor, block_number = tensors[name], 0
+            is_streamed = name in self.routed if self.routed else tensor.ndim > 1
             if name.startswith(prefix) and is_streamed:
                 block_number = 1 + int(name.removeprefix(prefix).split(".")[0])
-            tensor = tensors[name]
             blocks[block_number][name] = Place(dtype_name(tensor.dtype), tuple(tensor.shape))
         return blocks
 
@@ -243,6 +231,5 @@ def _load_without_layers(files: ModelFiles, dtype: torch.dtype) -> PreTrainedMod
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint has: parameters, tied ones once, and persistent buffers."""
     saved_names = model.state_dict()
-    parameters = dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
-    return parameters | buffers
+    return dict(model.named_parameters()) | buffers

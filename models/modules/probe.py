@@ -144,12 +144,12 @@ def _node_logits(model: LoadedModel, cache: TreeCache, tokens: Tensor) -> Tensor
     with the tree's mask; its attention looks at the first `EXTENT` slots of the cache. `tokens`
     int64 [PREFIX + nodes].
     """
-    device, dtype = model.device, model.dtype
+    device = model.device
     # the first pass reads the root too: the other nodes must find its keys in the cache
     causal_slots = torch.arange(PREFIX + 1, device=device)  # a slot is a position here
     model.read_text(cache, tokens[: PREFIX + 1], causal_slots, PREFIX + 1)
     prefix_length = torch.tensor([PREFIX], device=device)  # this is the root's slot and position
-    tree = TreeTensors.of(TREE, device, dtype)
+    tree = TreeTensors.of(TREE, device, model.dtype)
     mask = tree.mask[1:].index_select(1, tree.columns(prefix_length, EXTENT))
     node_slots = prefix_length + tree.nodes[1:]
     node_positions = prefix_length + tree.offsets[1:]  # an offset is a node's depth

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 from weakref import finalize
 
 from torch import Tensor, nn
@@ -30,9 +30,7 @@ class _StreamHook:
         """Call the stream's method with the number of the layer."""
         self.method(self.layer)
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse pickle and copies with a SequoiaPlanError."""
-        refuse_copies()
+    __reduce__ = refuse_copies
 
 
 class _RoutedHook(_StreamHook):

@@ -1,6 +1,7 @@
 """What a device's memory holds while a target is streamed: the budget, sizes, and the split."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,14 +132,10 @@ def free_memory(device: torch.device) -> int:
     import psutil
 
     free_bytes = psutil.virtual_memory().available
-    cgroup = Path("/sys/fs/cgroup")
-    for limit_file, usage_file in CGROUP_FILES:
-        try:
-            limit = int((cgroup / limit_file).read_text())
-            usage = int((cgroup / usage_file).read_text())
-        except (OSError, ValueError):  # no such group, or no limit
-            continue
-        free_bytes = min(free_bytes, limit - usage)
+    for files in CGROUP_FILES:
+        with suppress(OSError, ValueError):  # no such group, or no limit
+            limit, usage = (int(Path("/sys/fs/cgroup", file).read_text()) for file in files)
+            free_bytes = min(free_bytes, limit - usage)
     return free_bytes
 
 

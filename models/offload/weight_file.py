@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Struct, structs
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.cache import round_up
+from sequoia_plan.models.base.dtype import Bytes, Shape
 from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.files.stored import Source
 
@@ -53,7 +53,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int = 0
     format: str = ""
     outputs: int = 0
@@ -121,7 +121,7 @@ class WeightFile:
         self._close()
         self.fd = -1
 
-    def map(self) -> NDArray[np.uint8]:
+    def map(self) -> Bytes:
         """The whole file as memory that processes share; pages are read when they are used.
 
         If the file was written to since it was made, all blocks are checked first.
@@ -261,7 +261,7 @@ def _size_and_mtime(fd: int) -> tuple[int, int]:
 
 WeightLayout = Sequence[Mapping[str, Place]]
 """The tensors of each block by name; where they start is still to be found."""
-Fill = Callable[[str, NDArray[np.uint8]], None]
+Fill = Callable[[str, Bytes], None]
 """Writes the tensor of a name into its memory, which is zeros before."""
 
 

@@ -165,10 +165,8 @@ def gate(emit: Emitter, gate: Value, up: Value, results: Value) -> None:
     builder = emit.builder
     value = emit.load(gate, FLOATS)
     exponent = builder.fmul(value, emit.numbers(-LOG2_E))
-    one = emit.numbers(1.0)
-    highest = emit.numbers(126.0)
-    exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, highest)
-    silu = builder.fdiv(value, builder.fadd(one, _emit_exp2(emit, exponent)))
+    exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, emit.numbers(126.0))
+    silu = builder.fdiv(value, builder.fadd(emit.numbers(1.0), _emit_exp2(emit, exponent)))
     emit.store(builder.fmul(silu, emit.load(up, FLOATS)), results)
 
 

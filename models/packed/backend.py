@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.architecture import head_size
 from sequoia_plan.models.base.cache import round_up
+from sequoia_plan.models.base.dtype import Float32, Int64
 from sequoia_plan.models.base.threads import num_threads
 from sequoia_plan.models.files.stored import stored_matrix
 from sequoia_plan.models.loaded_model import Backend, Masks, Traits
@@ -97,13 +97,6 @@ class PackedBackend(Backend):
                 f"draft: reads the hidden state {wrong[0]} of a target that has 0 to {count}"
             )
 
-    def check(self) -> None:
-        """See `Backend`."""
-
-    def refresh(self) -> None:
-        """See `Backend`: a file's weights do not change."""
-        self.check()
-
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
         places = self.weights.places.values()
         return tuple((memory.ctypes.data + place.start, place.size) for memory, place in places)
@@ -122,7 +115,7 @@ class PackedBackend(Backend):
         )  # fmt: skip
         return logits, states.to(self.dtype) if hidden_states else None
 
-    def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    def embedded(self, tokens: Int64) -> Float32:
         """The embeddings of tokens, int64 [n] -> float32 [n, width]; too large ones have the last.
 
         Padding of a target's head can be drawn, which a draft has no embedding of.

@@ -3,7 +3,6 @@
 import copy
 
 import torch
-from torch import nn
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -82,12 +81,7 @@ def _not_as_configured(model: PreTrainedModel) -> str:
         new, module = new_modules.get(name), modules.get(name)
         if new is None or module is None or type(new) is not type(module):
             return name
-        if name and not _has_settings_of(module, new):
+        settings = {key: value for key, value in settings_of(new).items() if key not in UNUSED}
+        if name and settings != {key: vars(module).get(key) for key in settings}:
             return name
     return ""
-
-
-def _has_settings_of(module: nn.Module, other: nn.Module) -> bool:
-    """Has a module all the settings of another one, as the epsilon of a norm?"""
-    others = {name: n for name, n in settings_of(other).items() if name not in UNUSED}
-    return {name: vars(module).get(name) for name in others} == others

@@ -31,19 +31,22 @@ class Model(Record):
 
 
 class Reader(Record):
-    """A `model`, and its passes' memory: `normed`, `encoded`, `attention` are each worker's own.
+    """What the workers of a pass read and write; each has a part of arrays [workers, ...].
 
-    `x` float32 [workers, rows, width], the residual stream; `attended_first` float32 [rows, n]:
-    what the first layer attends to, if n = 0 the normed `x`; `rotary` float32 [positions, 2,
-    head_dim / 2]; `positions`, `slots` int64 [rows]; `visible` bool [rows, extent]; `spans` int64
-    [rows, 2]: the first slot that a row sees, and the end; `keys` [layers, heads, slots / BLOCK,
-    head_dim / n, BLOCK, 2] and `values` [layers, heads, slots / n, head_dim, 2], uint16: words of n
-    = 2 numbers in bfloat16, or of one in float32; `heads`, `attended`, `added`, `gate`, `up`:
-    [rows, n]. `logits` float32 [rows to keep, outputs]; `hidden` float32 [states, rows, width];
-    `state_layers` int64 [states]: after how many layers each hidden state is taken. `largest`
-    float32 and `best` int64 [workers, rows to keep]: of each worker's part of the first
-    `vocabulary` logits, the largest one (NaN if one is NaN) and its token. Of steps: `tokens`,
-    `read_slots` int64 [rows]; `last` int64 [2]: the last token and position.
+    Read are the `model`, and of the rows (tokens) `positions`, `slots` int64 [rows]; `visible` bool
+    [rows, extent], the slots that a row sees; `spans` int64 [rows, 2], the first of these and the
+    end. `rotary` float32 [positions, 2, head_dim / 2]: cosines and sines. `attended_first` float32
+    [rows, n]: what the first layer attends to, if n = 0 the normed `x`. The cache is uint16, words
+    of n = 2 numbers in bfloat16, or of one in float32: `keys` [layers, heads, slots / BLOCK,
+    head_dim / n, BLOCK, 2], `values` [layers, heads, slots / n, head_dim, 2].
+
+    `x` float32 [workers, rows, width] is the residual stream, at first the embeddings. Scratch
+    memory: `normed`, `encoded`, `attention` [workers, ...]; `heads`, `attended`, `added`, `gate`,
+    `up` [rows, n]. Written are `logits` float32 [rows to keep, outputs]; of each worker's part of
+    the first `vocabulary` of them, `largest` float32 (NaN if one is NaN) and its token `best` int64
+    [workers, rows to keep]; `hidden` float32 [states, rows, width], after as many layers as
+    `state_layers` int64 [states] says. Of steps alone: `tokens`, `read_slots` int64 [rows]; `last`
+    int64 [2], the last token and position.
     """
 
 

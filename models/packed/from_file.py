@@ -4,16 +4,15 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from weakref import finalize
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from sequoia_plan.models.base.cache import round_up
-from sequoia_plan.models.base.dtype import dtype_name
+from sequoia_plan.models.base.dtype import Bytes, Float32, Int64, dtype_name
 from sequoia_plan.models.base.loading import OnBytes
 from sequoia_plan.models.base.weight_stream import refuse_copies
 from sequoia_plan.models.files.stored import WeightSource
@@ -122,14 +121,14 @@ class StreamedFile(PackedBackend):
         self.recorded |= split.to_metadata(link, len(self.layers))
         self.use(PackedWeights(self.file.blocks, memories))
 
-    def embedded(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    def embedded(self, tokens: Int64) -> Float32:
         """See `PackedBackend`; reads of tiles wait behind those of layers, so many go at once."""
         place = self.rows_block.tensors[EMBEDDING]
         rows = np.minimum(tokens, self.num_embeddings - 1)
         numbers, indices = np.unique(rows // OUTPUTS, return_inverse=True)
         size = place.shape[1]
 
-        def tile(number: int) -> NDArray[np.uint8]:
+        def tile(number: int) -> Bytes:
             """Read one tile, uint8 [size]; a read begins and ends at multiples of `ALIGNMENT`."""
             first = self.rows_block.offset + place.start + number * size
             start = first // ALIGNMENT * ALIGNMENT
@@ -142,9 +141,7 @@ class StreamedFile(PackedBackend):
         matrix = Matrix(format_number(place.format), len(tiles) * OUTPUTS, place.inputs, tiles)
         return dense_rows(matrix, indices * OUTPUTS + rows % OUTPUTS)
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse pickle and copies with a SequoiaPlanError."""
-        refuse_copies()
+    __reduce__ = refuse_copies
 
 
 def packed_file(name: str, source: WeightSource, storage: Storage, on_bytes: OnBytes) -> WeightFile:

@@ -61,10 +61,8 @@ class PackedModule(PackedBackend):
         before, names = self.watch.state, self.watch.changes(self.module)
         if not names:
             return ""
-        embedding, head = (
-            m.weight for m in (self.module.get_input_embeddings(), self.module.lm_head)
-        )
-        sizes = self.module.dtype, len(embedding), len(head)
+        embedding, head = self.module.get_input_embeddings(), self.module.lm_head
+        sizes = self.module.dtype, len(embedding.weight), len(head.weight)
         reason = why_not_module(self.module)
         if not reason and sizes != (self.dtype, self.num_embeddings, self.weights.head.outputs):
             reason = "its vocabulary or its dtype is another one"

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.files.pretrained import ModelFiles, check_tensors
@@ -24,7 +22,14 @@ def load_packed(
     config, dtype, empty = files.config, how.torch_dtype, empty_module(files.config)
     if reason := why_not(config, empty):
         return None, reason
-    source = files.source if _has_own_tensors(files, empty) else None
+    source = files.source
+    try:
+        if source:
+            check_tensors(files, empty)
+    except SequoiaPlanError:
+        if files.gguf:
+            raise
+        source = None  # transformers may still read a folder
     if source is None and streams:
         return None, "its files have other tensors"
     keeps_bits = files.gguf is not None and how.dtype == "auto"  # a GGUF file's own
@@ -40,19 +45,3 @@ def load_packed(
         return StreamedFile(file, config, dtype, recorded), ""
     file.close()
     return PackedFile(file.path, config, dtype, recorded), ""
-
-
-def _has_own_tensors(files: ModelFiles, empty: PreTrainedModel | None) -> bool:
-    """Do the files have exactly the model's tensors, by name and shape?
-
-    If not, transformers may still read a folder; for a GGUF file, SequoiaPlanError is raised.
-    """
-    if files.source is None:
-        return False
-    try:
-        check_tensors(files, empty)
-    except SequoiaPlanError:
-        if files.gguf:
-            raise
-        return False
-    return True

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.cache import TreeCache, round_up
+from sequoia_plan.models.base.dtype import Float32, Int64
 from sequoia_plan.models.base.forks import renewed_in_forks
 from sequoia_plan.models.base.weight_stream import WeightStream
 from sequoia_plan.models.packed.attention import BATCHES, BLOCK, QUERIES, WORD_BYTES
@@ -162,9 +163,9 @@ class PackedPass:
         )  # fmt: skip
 
     def __call__(
-        self, cache: PackedCache, x: NDArray[np.float32], positions: NDArray[np.int64],
-        slots: NDArray[np.int64], visible: NDArray[np.bool_], logits_to_keep: int,
-        layers: Sequence[int], first: NDArray[np.float32] = NO_ROWS,
+        self, cache: PackedCache, x: Float32, positions: Int64,
+        slots: Int64, visible: NDArray[np.bool_], logits_to_keep: int,
+        layers: Sequence[int], first: Float32 = NO_ROWS,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One pass over rows: logits, and the hidden states after each of `layers` (-1: normed).
 
@@ -207,7 +208,7 @@ class PackedPass:
     def layer_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges of layers (the head's parts follow them), each in memory when it is yielded."""
         start, num_layers = 0, len(self.model.matrices) + len(self.model.head)
-        for number, layer in enumerate(self.streamed if self.stream else ()):
+        for number, layer in enumerate(self.streamed):
             assert self.stream
             if layer > start:
                 yield start, layer
@@ -241,8 +242,7 @@ class PackedPass:
             numbers, half = torch.arange(positions)[None], self.model.head_dim // 2
             like = torch.zeros(1, dtype=torch.float32)
             cosines, sines = self.rotary_embedding(like, numbers)
-            table = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1)
-            self.rotary = table.contiguous().numpy()
+            self.rotary = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1).numpy()
 
     def _reserve(self, rows: int, slots: int) -> None:
         """Let `scratch` have room for so many rows and slots; it only grows."""

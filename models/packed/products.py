@@ -56,22 +56,18 @@ def encoded_bytes(format: int, inputs: int, kind: Instructions = OWN) -> int:
 
 @emitted(literals=1)
 def multiply_tile(
-    emit: Emitter, rows: Value, num_rows: Value, tile: Value, steps: Value, results: Value,
-    result_bytes: Value, format: int,
+    emit: Emitter, rows: Value, num_rows: Value,  # the address of encoded rows, at most `CHUNK`
+    tile: Value, steps: Value,  # its address, and how many blocks of inputs it has
+    results: Value, result_bytes: Value,  # address of float32 [OUTPUTS]; bytes to the next row's
+    format: int,  # an index of `FORMATS`
 ) -> None:  # fmt: skip
-    """`emit_tile` as a numba intrinsic, for the processor that numba compiles for."""
+    """Write the products of encoded rows by one tile; all values are int64."""
     emit_tile(emit.builder, OWN, format, rows, num_rows, tile, steps, results, result_bytes)
 
 
-def emit_tile(
-    builder: ir.IRBuilder, kind: Instructions, format: int,  # an index of `FORMATS`
-    rows: Value, num_rows: Value,  # the address of encoded rows, at most `CHUNK`
-    tile: Value, steps: Value,  # its address, and how many blocks of inputs it has
-    results: Value, result_bytes: Value,  # address of float32 [OUTPUTS]; bytes to the next row's
-) -> None:  # fmt: skip
-    """Emit code that writes the products of encoded rows by one tile; all values are int64."""
+def emit_tile(builder: ir.IRBuilder, kind: Instructions, format: int, *arguments: Value) -> None:
+    """Emit `multiply_tile`, with its `arguments` from `rows` on, for a kind of processor."""
     emit, layout = Emitter(builder, kind.lanes), FORMATS[format]
-    arguments = rows, num_rows, tile, steps, results, result_bytes
     if layout.is_float:
         _emit_float_tile(emit, layout, encoding_for(format, kind).form, kind.float_rows, *arguments)
     else:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sequoia_plan.models.base.dtype import Bytes, Float32, Int64, Shape
 from sequoia_plan.models.packed.formats import (
     FORMATS,
     GROUP,
@@ -29,10 +30,10 @@ class Matrix:
     format: int
     outputs: int
     inputs: int
-    tiles: NDArray[np.uint8]
+    tiles: Bytes
 
 
-def pack_rows(format: int, rows: NDArray[np.uint8], inputs: int, tiles: NDArray[np.uint8]) -> None:
+def pack_rows(format: int, rows: Bytes, inputs: int, tiles: Bytes) -> None:
     """Write rows, uint8 [outputs, row_bytes] as a GGUF file has them, to the tiles for them.
 
     Zeros stand for outputs and inputs that are missing. `tiles` uint8 [num_tiles, tile_bytes].
@@ -151,10 +152,11 @@ def _put_planes(values, planes, quads, target):
 class Embedding(Record):
     """A matrix whose rows compiled code reads, one at a time (see `read_row`).
 
-    `sizes` int64: of `Format`, `block`, `group`, `num_scales`, bytes of a step, the bytes in it
-    where scales and weights begin, bytes of a factor (0 if weights are floating-point numbers, of
-    `block` bytes, with `group` inputs side by side), whether there are offsets, `offset_sign`, and
-    `scale_zero`. `values` float32: what each integer stands for, less `zero`.
+    `tiles`, `planes`, `scale_planes`: see `Matrix` and `Format`. `values` float32: what an integer
+    stands for, less `zero`. `sizes` int64 [10], for integers: `block`, `group`, `num_scales`; bytes
+    of a step, and where in it scales and weights begin; bytes of a factor; 1 if there are offsets;
+    `offset_sign`, `scale_zero`. For floating-point weights: bytes of a number, inputs that lie side
+    by side, and zeros.
     """
 
 
@@ -177,7 +179,7 @@ def embedding_of(matrix: Matrix) -> Embedding:
     )  # fmt: skip
 
 
-def dense_rows(matrix: Matrix, row_numbers: NDArray[np.int64]) -> NDArray[np.float32]:
+def dense_rows(matrix: Matrix, row_numbers: Int64) -> Float32:
     """Rows of a matrix, float32 [n, inputs]: the numbers that the package gguf reads."""
     rows, embedding = np.empty((len(row_numbers), matrix.inputs), np.float32), embedding_of(matrix)
     for row, number in zip(rows, row_numbers.tolist(), strict=True):
@@ -191,7 +193,7 @@ def read_row(embedding, number, row):
     tile, output, values = embedding.tiles[number // OUTPUTS], number % OUTPUTS, embedding.values
     block, group, num_scales, step_bytes, scales_start, weights_start = embedding.sizes[:6]
     factor_bytes, has_offsets, sign, scale_zero = embedding.sizes[6:]
-    if not factor_bytes:
+    if not factor_bytes:  # weights are floating-point numbers
         _read_floats(tile, output, block, group, row)
         return
     scales, integers = np.zeros(max(num_scales, 1), np.int64), np.zeros(GROUP, np.int64)
@@ -268,7 +270,7 @@ def _read_floats(tile, output, num_bytes, pair, row):
             row[i] = _half(np.int64(halves[source]))
 
 
-def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
+def round_rows(weights: Float32, bits: int) -> Bytes:
     """Rows float32 [n, inputs] in GGUF's Q8_0 (8 bits) or Q4_1 (4 bits): uint8 [n, row_bytes]."""
     padded = np.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP)))
     groups = padded.reshape(len(weights), -1, GROUP)
@@ -286,14 +288,14 @@ def round_rows(weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
 
 
 def _whole_multiples(
-    groups: NDArray[np.float32], scales: NDArray[np.float16], lowest: int, highest: int
-) -> NDArray[np.float32]:
+    groups: Float32, scales: NDArray[np.float16], lowest: int, highest: int
+) -> Float32:
     """Weights [n, groups, GROUP] in units of their scales [n, groups, 1], rounded and clipped."""
     units = np.maximum(scales.astype(np.float32), np.finfo(np.float32).tiny)
     return np.rint(groups / units).clip(lowest, highest)
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
+def aligned_zeros(shape: Shape, dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
     """Zeros whose first byte is at a multiple of 64."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.zeros(size + 64, np.uint8)

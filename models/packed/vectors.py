@@ -160,8 +160,7 @@ class Emitter:
 
     def load_vectors(self, address: Value, count: int, kind: ir.Type) -> list[Value]:
         """`count` vectors of this type, of float32 or words, that lie side by side."""
-        size = 4 * self.lanes
-        return [self.load(self.at(address, size * index), kind) for index in range(count)]
+        return [self.load(self.at(address, 4 * self.lanes * i), kind) for i in range(count)]
 
     @contextmanager
     def loop(self, count: Value) -> Iterator[Value]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from sequoia_plan.models.base.dtype import Bytes, Float32, Int64
 from sequoia_plan.models.files.stored import StoredMatrix, WeightSource
 from sequoia_plan.models.offload.weight_file import Place, WeightBlock, place_blocks
 from sequoia_plan.models.packed.attention import attender
@@ -92,11 +92,11 @@ def layout_of(source: WeightSource, storage: Storage) -> list[dict[str, Place]]:
     return [blocks[number] for number in sorted(blocks)]
 
 
-def fill_from(source: WeightSource, storage: Storage) -> Callable[[str, NDArray[np.uint8]], None]:
+def fill_from(source: WeightSource, storage: Storage) -> Callable[[str, Bytes], None]:
     """A function that writes the tensor with a name into its memory, uint8 [bytes]."""
     shapes = source.shapes()
 
-    def fill(name: str, memory: NDArray[np.uint8]) -> None:
+    def fill(name: str, memory: Bytes) -> None:
         """Write a vector as float32, or a matrix as tiles; a head that is tied is the embedding."""
         stored_name = name if name in shapes else EMBEDDING
         if len(shapes[stored_name]) == 1:
@@ -107,7 +107,7 @@ def fill_from(source: WeightSource, storage: Storage) -> Callable[[str, NDArray[
     return fill
 
 
-def pack_into(matrix: StoredMatrix, memory: NDArray[np.uint8]) -> Matrix:
+def pack_into(matrix: StoredMatrix, memory: Bytes) -> Matrix:
     """Pack a matrix into memory, uint8 of the size of its tiles; some rows at a time are read."""
     place = place_of(matrix)
     tiles, format = memory.reshape(place.shape), format_number(matrix.format)
@@ -126,9 +126,7 @@ class PackedWeights:
     block and where in it the tensor lies.
     """
 
-    def __init__(
-        self, blocks: Sequence[WeightBlock], memories: Sequence[NDArray[np.uint8]]
-    ) -> None:
+    def __init__(self, blocks: Sequence[WeightBlock], memories: Sequence[Bytes]) -> None:
         self.memories = memories
         self.places = {
             name: (memory, place)
@@ -142,7 +140,7 @@ class PackedWeights:
         tiles = _tiles(memory[place.start : place.start + place.size], place.shape[1])
         return Matrix(format_number(place.format), place.outputs, place.inputs, tiles)
 
-    def vector(self, name: str) -> NDArray[np.float32]:
+    def vector(self, name: str) -> Float32:
         """A vector, float32 [n]."""
         memory, place = self.places[name]
         return memory[place.start : place.start + place.size].view(np.float32).copy()
@@ -180,7 +178,7 @@ class PackedWeights:
         return tuple(sorted({FORMATS[self.head.format].name} | stored))
 
 
-def _tiles(memory: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+def _tiles(memory: Bytes, size: int) -> Bytes:
     """The tiles of `size` bytes that memory has room for: uint8 [tiles, size], a view."""
     return memory[: len(memory) // size * size].reshape(-1, size)
 
@@ -196,7 +194,7 @@ def packed_in_memory(source: WeightSource, storage: Storage) -> PackedWeights:
     return PackedWeights(blocks, memories)
 
 
-def describe(matrix: Matrix) -> NDArray[np.int64]:
+def describe(matrix: Matrix) -> Int64:
     """A matrix as the pass reads it, which trusts these sizes: int64 [forward.ENCODE to ROW_BYTES].
 
     The first three are addresses: of the compiled encoder and multiplier, and of the tiles.
@@ -225,7 +223,7 @@ def model_of(
         [describe(weights.matrix(f"{layer}{name}.weight")) for name in MATRICES] for layer in layers
     ]
 
-    def vectors(*names: str) -> NDArray[np.float32]:
+    def vectors(*names: str) -> Float32:
         """Vectors of each layer, float32 [layers, names, n]; [0, names, 0] if there are none."""
         if f"{layers[0]}{names[0]}" not in weights.places:
             return np.zeros((0, len(names), 0), np.float32)
