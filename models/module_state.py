@@ -48,20 +48,6 @@ def structure(model: PreTrainedModel) -> State:
     return _settings(model) | {n: ref(module) for n, module in unwrapped(model).named_modules()}
 
 
-def workings(model: PreTrainedModel) -> State:
-    """What decides how a model computes, apart from its weights."""
-    return _settings(model) | {
-        name: (
-            ref(module),
-            type(module).forward,
-            id(vars(module).get("forward")),
-            (*module._forward_hooks, "before", *module._forward_pre_hooks),
-            tuple(settings_of(module).items()),
-        )
-        for name, module in unwrapped(model).named_modules()
-    }
-
-
 def weights(module: nn.Module) -> State:
     """What changes with a module's weights and buffers, but not with numbers changed by `.data`."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
@@ -71,9 +57,19 @@ def weights(module: nn.Module) -> State:
     }
 
 
-def everything(module: nn.Module) -> State:
-    """What changes with anything that a packed copy of a module depends on."""
-    return workings(module) | weights(module)
+def everything(model: PreTrainedModel) -> State:
+    """What changes with anything that a packed copy of a model depends on."""
+    workings: State = {
+        name: (
+            ref(module),
+            type(module).forward,
+            id(vars(module).get("forward")),
+            (*module._forward_hooks, "before", *module._forward_pre_hooks),
+            tuple(settings_of(module).items()),
+        )
+        for name, module in unwrapped(model).named_modules()
+    }
+    return _settings(model) | workings | weights(model)
 
 
 def weight_memory(module: nn.Module) -> tuple[tuple[int, int], ...]:

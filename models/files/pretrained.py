@@ -111,10 +111,7 @@ class ModelFiles:
             # transformers refuses to save a model that it takes for a quantised one
             vars(model.config).pop("quantization_config", None)
             return model
-        return self._module_of_gguf(dtype)
-
-    def _module_of_gguf(self, dtype: torch.dtype) -> PreTrainedModel:
-        """`module` of a GGUF file that is read here, ten times as fast as by transformers."""
+        # ten times as fast as by transformers
         with torch.device("meta"):
             model = new_model(self.config, dtype)
         check_tensors(self, model)

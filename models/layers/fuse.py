@@ -71,7 +71,7 @@ def try_kinds(
     computes_the_same: dict[Hashable, bool] = {}
     for number, layer in enumerate(layers):
         if can_fuse(layer) and (kind := _kind(layer)) not in computes_the_same:
-            error = fused_layer_error(layer, None if load is None else partial(load, number))
+            error = fused_layer_error(layer, load and partial(load, number))
             computes_the_same[kind] = error < MAX_ERROR
     return computes_the_same
 

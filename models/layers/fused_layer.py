@@ -33,7 +33,7 @@ JOINED_WEIGHTS = tuple(
 """The weights in a layer that are joined, in that order: each matrix below the one before it."""
 
 
-def can_fuse(layer: nn.Module) -> bool:
+def can_fuse(layer: DecoderLayer) -> bool:
     """Can a `FusedLayer` replace this layer?
 
     It can if the layer's class is one of `FUSIBLE_LAYERS`, and the matrices of its attention and of
@@ -41,32 +41,22 @@ def can_fuse(layer: nn.Module) -> bool:
     """
     if type(layer).__name__ not in FUSIBLE_LAYERS:
         return False
-    modules = [layer, *_replaced_parts(layer)]
+    experts = None if has_gated_mlp(layer) else layer.mlp  # which stay
+    replaced = [m for child in layer.children() if child is not experts for m in child.modules()]
     matrices_are_linear = all(
         type(module) is nn.Linear
-        for module in modules[1:]
+        for module in replaced
         # some quantised layers hold their matrices in buffers
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if tensor.ndim > 1
     )
-    return matrices_are_linear and all(map(is_as_defined, modules))
+    return matrices_are_linear and all(map(is_as_defined, [layer, *replaced]))
 
 
 def is_as_defined(module: nn.Module) -> bool:
     """Does a call of this module run its class's `forward`, and nothing else?"""
     has_hooks = module._forward_hooks or module._forward_pre_hooks
     return not has_hooks and "forward" not in vars(module)
-
-
-def _replaced_parts(layer: DecoderLayer) -> list[nn.Module]:
-    """The modules inside `layer` that a `FusedLayer` does without: all but experts."""
-    experts = None if has_gated_mlp(layer) else layer.mlp
-    return [
-        module
-        for name, child in layer.named_children()
-        if child is not experts
-        for module in child.modules()
-    ]
 
 
 def in_joined_order(names: Iterable[str]) -> list[str]:

@@ -36,7 +36,7 @@ from sequoia_plan.models.modules.streamed_layers import (
     view_slots,
 )
 from sequoia_plan.models.offload.disk_stream import DiskStream
-from sequoia_plan.models.offload.host_stream import HostStream, pinned_blocks
+from sequoia_plan.models.offload.host_stream import HostStream, pin
 from sequoia_plan.models.offload.memory import MemorySplit
 from sequoia_plan.models.offload.weight_cache import cache_folder, cached_weights
 from sequoia_plan.models.offload.weight_file import Fill, Place, WeightBlock, WeightFile
@@ -98,12 +98,13 @@ class OffloadedTarget:
         ]
         blocks = [self._layer_block(number) for number in numbers]
         stream: WeightStream | None = None
-        if not blocks:
-            self.file.close()
-        elif link == "disk":
+        if blocks and link == "disk":
             stream = DiskStream(self.file, blocks, split.slots, self.device, split.resident_bytes)
         else:
-            stream = HostStream(pinned_blocks(self.file, blocks), split.slots, self.device)
+            memories = [pin(self.file.memory_of(block)) for block in blocks]
+            self.file.close()
+            if memories:
+                stream = HostStream(memories, split.slots, self.device)
         if stream:
             view_slots(stream, [self.layers[number] for number in numbers], blocks)
         num_fused = fuse(self.model, proven) if fused else 0

@@ -12,14 +12,6 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError
 from sequoia_plan.models.base.weight_stream import WeightStream
-from sequoia_plan.models.offload.weight_file import WeightBlock, WeightFile
-
-
-def pinned_blocks(file: WeightFile, blocks: Sequence[WeightBlock]) -> list[Tensor]:
-    """Read blocks into pinned host memory, uint8 each, and close the file."""
-    memories = [pin(file.memory_of(block)) for block in blocks]
-    file.close()
-    return memories
 
 
 def pin(memory: Tensor) -> Tensor:
@@ -44,8 +36,8 @@ class HostStream(WeightStream):
     def __init__(self, blocks: Sequence[Tensor], slots: int, device: torch.device) -> None:
         self.blocks, self.device = list(blocks), device
         self.bytes = sum(block.numel() for block in blocks)
-        slot_sizes = [max(block.numel() for block in blocks[slot::slots]) for slot in range(slots)]
-        self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in slot_sizes]
+        sizes = (max(block.numel() for block in blocks[slot::slots]) for slot in range(slots))
+        self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         # streams of another priority are others than those that graphs are captured on
         self.copies = torch.cuda.Stream(device, priority=-1)
         self.copy_finished: dict[int, torch.cuda.Event] = {}

@@ -133,8 +133,7 @@ class PackedBackend(Backend):
 
 def multiplied(matrix: Matrix, rows: Tensor) -> Tensor:
     """The products of rows, float32 [n, inputs] -> [n, outputs], computed in this thread."""
-    padded = round_up(matrix.inputs, UNIT)
-    x = np.zeros((len(rows), padded), np.float32)
+    x = np.zeros((len(rows), round_up(matrix.inputs, UNIT)), np.float32)
     x[:, : rows.shape[1]] = rows.numpy()
     products = np.empty((len(rows), round_up(matrix.outputs, UNIT)), np.float32)
     project(describe(matrix), x, products)

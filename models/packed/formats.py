@@ -110,11 +110,11 @@ def _runs(bits: int, start: int, run: int, count: int = 256, to: int = 0) -> tup
 
     After 8 // bits of them, the bytes are full, and the next ones follow. `count`: all values.
     """
-    fields, runs = 8 // bits, []
-    for number in range(count // run):
-        first_byte = start + number // fields * run
-        runs.append(Run(first_byte, number % fields * bits, bits, number * run, run, to))
-    return tuple(runs)
+    fields = 8 // bits
+    return tuple(
+        Run(start + number // fields * run, number % fields * bits, bits, number * run, run, to)
+        for number in range(count // run)
+    )
 
 
 def _neighbours(bits: int, start: int, count: int, to: int) -> tuple[Run, ...]:

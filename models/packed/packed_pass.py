@@ -178,7 +178,11 @@ class PackedPass:
         kept = logits_to_keep or rows
         spans = np.stack([visible.argmax(1), extent - visible[:, ::-1].argmax(1)], 1)
         with self.workers.lock:  # scratch memory serves one pass at a time
-            self._reserve(rows, extent)
+            if rows > self.scratch_rows or extent > self.scratch_slots:  # it only grows
+                self.scratch_rows = max(rows, self.scratch_rows)
+                self.scratch_slots = max(extent, self.scratch_slots)
+                sizes = self.workers.count, self.scratch_rows, self.scratch_slots
+                self.scratch = self.new_scratch(*sizes)
             self.scratch["x"][:, :rows, : self.width] = x
             reader = self.new_reader(
                 cache, self.workers.count, kept, layers, self.vocabulary, **self.scratch,
@@ -189,11 +193,11 @@ class PackedPass:
                 cache.waiting, self.scratch_rows = [(reader, rows, 0, kept)], 0
             else:
                 self.run(cache, reader, rows, 0, kept)
-        logits, hidden = reader.logits[:, : self.vocabulary], reader.hidden[:, :rows]
         if not np.isfinite(reader.largest.max(0)).all():
             cache.finite.fill_(False)
-        states = torch.from_numpy(hidden)[:, :, : self.width].transpose(0, 1).flatten(1)
-        return torch.from_numpy(logits), states
+        logits = torch.from_numpy(reader.logits[:, : self.vocabulary])
+        states = torch.from_numpy(reader.hidden[:, :rows, : self.width])
+        return logits, states.transpose(0, 1).flatten(1)
 
     def run(self, cache: PackedCache, *arguments: object) -> None:
         """Run a pass; `arguments` are those of `forward` from `reader` to `kept`.
@@ -227,7 +231,10 @@ class PackedPass:
 
         `layers`: see `Reader`; `others`: its other fields, those of `new_scratch` among them.
         """
-        self.reserve_rotary(cache.capacity)
+        if len(self.rotary) < cache.capacity:
+            numbers, half = torch.arange(cache.capacity)[None], self.model.head_dim // 2
+            cosines, sines = self.rotary_embedding(torch.zeros(1, dtype=torch.float32), numbers)
+            self.rotary = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1).numpy()
         return Reader(
             model=self.model, rotary=self.rotary, keys=cache.keys, values=cache.values,
             logits=np.empty((kept, round_up(self.vocabulary, UNIT)), np.float32),
@@ -235,22 +242,6 @@ class PackedPass:
             state_layers=np.array(layers, np.int64), largest=np.zeros((workers, kept), np.float32),
             best=np.zeros((workers, kept), np.int64), vocabulary=vocabulary, **others,
         )  # fmt: skip
-
-    def reserve_rotary(self, positions: int) -> None:
-        """Let `rotary` have at least so many positions."""
-        if len(self.rotary) < positions:
-            numbers, half = torch.arange(positions)[None], self.model.head_dim // 2
-            like = torch.zeros(1, dtype=torch.float32)
-            cosines, sines = self.rotary_embedding(like, numbers)
-            self.rotary = torch.stack([cosines[0, :, :half], sines[0, :, :half]], 1).numpy()
-
-    def _reserve(self, rows: int, slots: int) -> None:
-        """Let `scratch` have room for so many rows and slots; it only grows."""
-        if rows <= self.scratch_rows and slots <= self.scratch_slots:
-            return
-        self.scratch_rows = rows = max(rows, self.scratch_rows)
-        self.scratch_slots = slots = max(slots, self.scratch_slots)
-        self.scratch = self.new_scratch(self.workers.count, rows, slots)
 
     def new_scratch(self, workers: int, rows: int, slots: int) -> dict[str, NDArray[np.generic]]:
         """Memory for passes of so many workers, rows and slots: fields of a `Reader`, by name.
