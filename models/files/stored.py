@@ -82,8 +82,8 @@ class CheckpointSource:
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob("*.safetensors"))
-        self.opened = [safe_open(file, framework="pt") for file in self.files]
-        self.file_of = {name: file for file in self.opened for name in file.keys()}  # noqa: SIM118
+        opened = [safe_open(file, framework="pt") for file in self.files]
+        self.file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def shapes(self) -> dict[str, Shape]:
         return {n: tuple(f.get_slice(n).get_shape()) for n, f in self.file_of.items()}
