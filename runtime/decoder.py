@@ -11,11 +11,13 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
+from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
@@ -26,6 +28,7 @@ from sequoia_plan.runtime.generation import (
     Criterion,
     Ending,
     Generation,
+    Prompt,
     Session,
     TokenRecord,
     check_loaded,
@@ -72,8 +75,8 @@ class SequoiaDecoder:
 
     def __init__(
         self,
-        target: Any,
-        draft: Any,
+        target: LoadedModel | nn.Module,
+        draft: LoadedModel | nn.Module | None,
         tree: TokenTree,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -129,13 +132,13 @@ class SequoiaDecoder:
     @torch.inference_mode()
     def generate(
         self,
-        input_ids: Any,
+        input_ids: Prompt,
         max_new_tokens: int | None = 128,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
-        streamer: Any = None,
+        streamer: BaseStreamer | None = None,
         *,
         sampling: Sampling | None = None,
         attention_mask: Tensor | None = None,
@@ -274,12 +277,12 @@ class SequoiaDecoder:
         for model in self.step.models.models:
             model.refresh()
 
-    def start(self, prompt: Any = ()) -> Session:
+    def start(self, prompt: Prompt = ()) -> Session:
         """A text that goes on: what the models have read of it is not read again."""
         return Session(self, prompt)
 
     def generate_each(
-        self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any
+        self, prompts: Iterable[Prompt], *, seed: int | None = None, **settings: Any
     ) -> list[Generation]:
         """`generate` for each prompt in turn; with a seed, prompt i gets seed + i."""
         if isinstance(prompts, str):  # an iterable of letters

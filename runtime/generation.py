@@ -1,14 +1,17 @@
 """What goes into a generation, and what comes out: prompts, endings, results, texts that go on."""
 
+from __future__ import annotations
+
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -18,8 +21,14 @@ from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.text import NewText, text_ids
 
-Criterion = Callable[[Tensor, Any], Tensor | bool]
+if TYPE_CHECKING:
+    from sequoia_plan.runtime.decoder import SequoiaDecoder
+
+Criterion = Callable[[Tensor, None], Tensor | bool]
 """A stopping criterion of transformers."""
+Ids = Tensor | NDArray[np.int64] | Sequence[int] | Sequence[Sequence[int]]
+Prompt = str | Ids | Mapping[str, object]
+"""Text, token ids [n] or [1, n], or what a tokenizer returns."""
 WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep")
 """Inputs of a model's `forward` that are checked elsewhere, or do not change what is generated."""
 
@@ -148,12 +157,12 @@ class Session:
     Whatever else the decoder generates meanwhile is right, too; the text is then read again.
     """
 
-    def __init__(self, decoder: Any, prompt: Any = ()) -> None:
+    def __init__(self, decoder: SequoiaDecoder, prompt: Prompt = ()) -> None:
         self.decoder, self.ids = decoder, list[int]()
         if len(prompt):
             self.say(prompt)
 
-    def say(self, prompt: Any) -> None:
+    def say(self, prompt: Prompt) -> None:
         """Add text or token ids; they are read when the text is continued."""
         tokenizer = self.decoder.tokenizer
         if isinstance(prompt, str) and tokenizer is not None and self.ids:
@@ -174,7 +183,9 @@ class Session:
         del self.ids[len(self.ids) - count :]
 
 
-def whole_number(name: str, value: Any, least: int = 0, most: int | None = None) -> int | None:
+def whole_number(
+    name: str, value: SupportsIndex | None, least: int = 0, most: int | None = None
+) -> int | None:
     """An argument as a whole number from `least` to `most`, or None; else ArgumentError."""
     if value is None:
         return None
@@ -203,7 +214,7 @@ def end_tokens(
 
 
 def read_prompt(
-    prompt: Any,
+    prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase | None,
     attention_mask: Tensor | None,
     model: LoadedModel,
@@ -212,7 +223,9 @@ def read_prompt(
 
     Raises ArgumentError or SequoiaPlanError for anything else, and for masks that hide tokens.
     """
-    masks, other_inputs = [attention_mask], {}
+    token_ids: object = prompt
+    masks: list[object] = [attention_mask]
+    other_inputs: Mapping[str, object] = {}
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ArgumentError(
@@ -226,15 +239,15 @@ def read_prompt(
                 f"prompt: character {error.start + 1} is half of one (a lone surrogate); expected "
                 "text"
             ) from error
-        prompt = text_ids(tokenizer, prompt)
-    elif hasattr(prompt, "keys"):
-        other_inputs, prompt = dict(prompt), prompt.get("input_ids")
-        masks.append(other_inputs.get("attention_mask"))
+        token_ids = text_ids(tokenizer, prompt)
+    elif isinstance(prompt, Mapping):
+        other_inputs, token_ids = prompt, prompt.get("input_ids")
+        masks.append(prompt.get("attention_mask"))
     try:
-        ids = torch.as_tensor(prompt)
+        ids = torch.as_tensor(token_ids)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ArgumentError(
-            f"input_ids: found {prompt!r:.60}, expected text or token ids, [tokens] or [1, "
+            f"input_ids: found {token_ids!r:.60}, expected text or token ids, [tokens] or [1, "
             "tokens]; generate_each takes several prompts"
         ) from error
     if ids.numel() == 0:
@@ -273,7 +286,7 @@ def stop_list(
     return strings
 
 
-def check_loaded(target: Any, draft: Any, tree: Any) -> None:
+def check_loaded(target: object, draft: object, tree: object) -> None:
     """Refuse names and files in place of loaded models and of a loaded tree."""
     for name, model in (("target", target), ("draft", draft)):
         if isinstance(model, str) or (model is None and name == "target"):
@@ -287,7 +300,7 @@ def check_loaded(target: Any, draft: Any, tree: Any) -> None:
         )
 
 
-def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: LoadedModel) -> None:
+def refuse_other_inputs(inputs: Mapping[str, object], num_tokens: int, model: LoadedModel) -> None:
     """Raise ArgumentError for a model's input that decoding with a tree would ignore."""
     module = unwrapped(model.module)
     accepted = inspect.signature(module.forward).parameters if module is not None else {}
@@ -313,6 +326,6 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Loade
             )
 
 
-def _entries(numbers: Any) -> list[Any]:
+def _entries(numbers: object) -> list[float]:
     """The entries of a tensor, an array or nested lists, one after the other."""
     return torch.as_tensor(numbers).flatten().tolist()

@@ -129,7 +129,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor], like: Tensor)
         ) from error
 
 
-def _algorithm_of(config: Mapping[str, Any], folder: str) -> str | None:
+def _algorithm_of(config: Mapping[str, object], folder: str) -> str | None:
     """The algorithm that a config.json names; None if it may be a language model's."""
     algorithms, name = ALGORITHM_OF_SPECULATORS_TYPE, config.get("speculators_model_type")
     if name is None:

@@ -17,12 +17,15 @@ from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.base.tree_tensors import TreeTensors
 from sequoia_plan.models.layers.attention import attending
 from sequoia_plan.models.loaded_model import ForwardOutput
+from sequoia_plan.runtime.draft.dflash_model import DFlashModel
 from sequoia_plan.runtime.draft.drafter import DraftPass, HiddenStateDrafter, children_to_draw
 from sequoia_plan.runtime.sequence import SequenceState
 
 
 class DFlashDrafter(HiddenStateDrafter):
     """A DFlash draft as a drafter (see `Drafter`)."""
+
+    model: DFlashModel
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The one pass, with a row of logits for each node that has children.
@@ -79,7 +82,9 @@ class DFlashDrafter(HiddenStateDrafter):
     ) -> ForwardOutput:
         """The logits of the pass's children; the model runs only if there is no `previous`."""
         head, length, block = self.model.path_head, sequence.length, self.model.block
-        if previous is None:
+        if previous:
+            (by_level,) = previous.later
+        else:
             slots, extent = length + draft_pass.offsets, columns.numel() + block.size
             is_root = draft_pass.offsets == 0
             tokens = torch.where(is_root, sequence.tokens[length], block.mask_token)[None]
@@ -89,8 +94,6 @@ class DFlashDrafter(HiddenStateDrafter):
                 hidden_states = self.model(tokens, slots[None], masks, cache)[0]
             logits = self.model.head(hidden_states)[:, : self.vocabulary]
             by_level = head.prepare(logits, hidden_states) if head else (logits,)
-        else:
-            (by_level,) = previous.later
         by_parent = [tensor[draft_pass.logit_rows] for tensor in by_level]
         if not head:
             return ForwardOutput(by_parent[0])

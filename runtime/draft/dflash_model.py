@@ -146,7 +146,7 @@ class DFlashModel(HiddenStateDraft):
         self.fc = nn.Linear(self.states_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
         if block.conv_kernel_size:
-            self.layer_class: Any = partial(
+            self.layer_class = partial(
                 ConvolvedLayer, taps=block.conv_kernel_size, group=block.conv_group_size
             )
         self.layers = self.new_layers()

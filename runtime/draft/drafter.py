@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import Drafting, TokenTree
+from sequoia_plan.artifacts.tree import IntArray
 from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.base.tree_tensors import TreeTensors
-from sequoia_plan.models.loaded_model import ForwardOutput
+from sequoia_plan.models.loaded_model import Backend, ForwardOutput, LoadedModel
+from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.sequence import SequenceState
+
+if TYPE_CHECKING:  # it needs numba
+    from sequoia_plan.runtime.draft.packed_eagle import PackedEagle
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,14 @@ class Drafter(Protocol):
     each of these, None if they are the same.
     """
 
-    model: Any
+    model: LoadedModel | HiddenStateDraft
     drafting: Drafting
     vocabulary: int
     d2t: Tensor | None
     aux_hidden_state_layers: tuple[int, ...] = ()
     notes_finite: bool = True
     """Does each pass note in its cache whether its logits are finite?"""
-    backend: Any
+    backend: Backend | HiddenStateDraft | PackedEagle
     """What runs its passes."""
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
@@ -145,8 +149,9 @@ class Drafter(Protocol):
         tokens are known. `slots` int64 [positions]; `levels`: of each position (see `steps_of`);
         `aux_hidden_states` [positions, width]. Returns float32 [positions, vocabulary].
         """
-        assert aux_hidden_states is not None
-        chain = TokenTree.chain(min(max(0, *levels) + 2, self.model.drafting.max_depth))
+        max_depth = self.drafting.max_depth
+        assert aux_hidden_states is not None and max_depth is not None
+        chain = TokenTree.chain(min(max(0, *levels) + 2, max_depth))
         tensors = TreeTensors.of(chain, slots.device, self.model.dtype)
         # while a step is drafted, the sequence is as long as the text before its root
         length, passes = sequence.length.clone(), self.passes(chain, tensors)
@@ -186,7 +191,10 @@ class Drafter(Protocol):
 class HiddenStateDrafter(Drafter):
     """What drafters with models of `HiddenStateDraft` have in common."""
 
-    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None) -> None:
+    model: HiddenStateDraft
+    backend: HiddenStateDraft | PackedEagle
+
+    def __init__(self, model: HiddenStateDraft, vocabulary: int, d2t: Tensor | None) -> None:
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
         self.backend = model.backend
         self.notes_finite = model.backend.notes_finite
@@ -238,9 +246,7 @@ def distinct_slots(length: Tensor, slots: Tensor) -> Tensor:
     return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
 
 
-def children_to_draw(
-    tree: TokenTree, parents: NDArray[Any], device: torch.device
-) -> dict[str, Any]:
+def children_to_draw(tree: TokenTree, parents: IntArray, device: torch.device) -> dict[str, Any]:
     """The fields of a `DraftPass` on the children that it draws: all but those that are looked up.
 
     `parents` int [parents]: the nodes whose children these are, in order.

@@ -5,12 +5,13 @@ made of the target's hidden states (`features_of`); below the root of a tree, a 
 draft's own output for its parent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.layers.fused_norm import add_before
@@ -30,7 +31,7 @@ class Eagle3Norms:
 class EagleModel(HiddenStateDraft):
     """What the models have in common. `run` makes each row's output of embedding and feature."""
 
-    run: Any
+    run: Callable[..., Tensor]
 
     def forward(
         self,
@@ -65,7 +66,7 @@ class Eagle3(EagleModel):
             norms_of_states = [self.new_norm(state_width) for _ in self.aux_hidden_state_layers]
             self.fc_norm = nn.ModuleList(norms_of_states)
         self.layers = self.new_layers()
-        first: Any = self.layers[0]
+        first: GradientCheckpointingLayer = self.layers[0]
         first.hidden_norm = self.new_norm(width)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(first.self_attn, name)
@@ -92,10 +93,11 @@ class Eagle3(EagleModel):
         return super().head(hidden_states if self.norms.output else self.norm(hidden_states))
 
     def run(
-        self, embedded: Tensor, features: Tensor, angles: Any, masks: Any, cache: Any
-    ) -> Tensor:
+        self, embedded: Tensor, features: Tensor, angles: tuple[Tensor, Tensor],
+        masks: Mapping[str, Tensor], cache: TreeCache | None,
+    ) -> Tensor:  # fmt: skip
         """The first layer attends to embedding and feature; the residual stream has the feature."""
-        first: Any = self.layers[0]
+        first: Any = self.layers[0]  # of transformers, or fused
         normed = first.hidden_norm(features)
         attended, _ = first.self_attn(
             hidden_states=torch.cat([first.input_layernorm(embedded), normed], -1),
@@ -125,7 +127,7 @@ class Eagle1(EagleModel):
         width = self.config.hidden_size
         self.fc = nn.Linear(width + self.states_width, width, bias=bias)
         self.layers = self.new_layers()
-        first: Any = self.layers[0]
+        first: GradientCheckpointingLayer = self.layers[0]
         first.input_layernorm = nn.Identity()
 
     def run(self, embedded: Tensor, features: Tensor, *inputs: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
@@ -149,6 +150,6 @@ def _post_order(tree: TokenTree) -> list[int]:
     return visited[::-1]
 
 
-def _tensor(values: Any, device: torch.device | str) -> Tensor:
+def _tensor(values: ArrayLike, device: torch.device | str) -> Tensor:
     """The values as int64 on `device`."""
     return torch.as_tensor(np.asarray(values, np.int64), device=device)
