@@ -8,15 +8,14 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sequoia_plan.artifacts import SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.threads import one_thread_of_torch
 from sequoia_plan.models.layers import split_keys
-from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.capture import read_back
-from sequoia_plan.runtime.decoding_models import DecodingModels
+from sequoia_plan.runtime.decoding_models import DecodingModels, Model
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, TARGET_NOT_FINITE, SequenceState
@@ -53,9 +52,8 @@ class CapturedStep(TreeStep):
 
     @classmethod
     def of(
-        cls, target: LoadedModel | nn.Module, draft: LoadedModel | nn.Module | None,
-        tree: TokenTree, captured: bool | None = None,
-    ) -> CapturedStep:  # fmt: skip
+        cls, target: Model, draft: Model | None, tree: TokenTree, captured: bool | None = None
+    ) -> CapturedStep:
         """A step with models of its own; the arguments are those of `SequoiaDecoder`."""
         return cls(DecodingModels(target, draft, tree, captured=captured), tree)
 
@@ -128,8 +126,8 @@ class CapturedStep(TreeStep):
     @property
     def runs_by_parts(self) -> bool:
         """Does the host take part in a step, between its parts or by keeping their results?"""
-        is_observed = self.verifier.observe is not None
-        return bool(self.sequence.path_logits) or self.sequence.keeps_logits or is_observed
+        keeps_results = self.sequence.keeps_logits or self.verifier.observe is not None
+        return keeps_results or self.sequence.path_logits is not None
 
     def launch(self, length: int, sampling: Sampling) -> Callable[[int], StepOutput]:
         """Start a step whose root is in slot `length` or before it.

@@ -11,19 +11,17 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
-from transformers.generation.streamers import BaseStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.artifacts.state import NO_COUNTS, Choice, State, choices_of
-from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.captured_step import CapturedStep, StepOutput
 from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import Processor, path_logits_of
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
-from sequoia_plan.runtime.decoding_models import DecodingModels
+from sequoia_plan.runtime.decoding_models import DecodingModels, Model
 from sequoia_plan.runtime.generation import (
     Criterion,
     Ending,
@@ -75,8 +73,8 @@ class SequoiaDecoder:
 
     def __init__(
         self,
-        target: LoadedModel | nn.Module,
-        draft: LoadedModel | nn.Module | None,
+        target: Model,
+        draft: Model | None,
         tree: TokenTree,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -138,7 +136,7 @@ class SequoiaDecoder:
         top_p: float = 1.0,
         seed: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
-        streamer: BaseStreamer | None = None,
+        streamer: Any = None,
         *,
         sampling: Sampling | None = None,
         attention_mask: Tensor | None = None,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # they need numba
     from sequoia_plan.runtime.compiled.compiled_step import CompiledStep
     from sequoia_plan.runtime.draft.packed_eagle import PackedEagle
 
+Model = LoadedModel | nn.Module
+"""What `load_pair` loads, or a transformers model, which something may wrap."""
 MAX_TREE_NODES = 4096
 """The mask and the paths of a tree grow with the square of its size."""
 
@@ -38,8 +40,8 @@ class DecodingModels:
 
     def __init__(
         self,
-        target: LoadedModel | nn.Module,
-        draft: LoadedModel | nn.Module | None,
+        target: Model,
+        draft: Model | None,
         tree: TokenTree,
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -121,7 +123,8 @@ class DecodingModels:
     ) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
-        `prompt` int64 [n]; `max_size`: nodes of the largest tree. What the models have read of the
+        `prompt` int64 [n]; `max_size`: nodes of the largest tree, for whose hidden states
+        there is memory. What the models have read of the
         prompt is not read again, except by the draft the last `unsettled` tokens, which it may not
         have read as it reads a prompt. With None, all is read.
         """
@@ -135,7 +138,12 @@ class DecodingModels:
         reads_all = unsettled is None or self.target.traits.chains_only
         start = 0 if reads_all else sequence.num_shared(prompt[:-1])
         sequence.num_read = start
-        self._reserve(capacity, max_size)
+        sequence.reserve(capacity, self.target.new_cache, drafter.new_cache if drafter else None)
+        if self.hidden_states:
+            width = len(self.hidden_states) * self.target.config.hidden_size
+            sequence.reserve_rows("aux_hidden_states", max_size, (width,), self.target.dtype)
+        if self.graphs:
+            sequence.note_weight_memory([model.weight_memory() for model in self.models])
         start = sequence.num_read
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
@@ -151,16 +159,6 @@ class DecodingModels:
         self.target.prefill(sequence.target, prompt[:-1], on_chunk, start, self.hidden_states)
         # weights that are streamed are read for the prompt's last part and the first step at once
         sequence.num_read = start if self.target.stream else prompt.numel() - 1
-
-    def _reserve(self, capacity: int, max_size: int) -> None:
-        """Reserve `capacity` slots, and memory for the hidden states of `max_size` nodes."""
-        sequence, drafter, target = self.sequence, self.drafter, self.target
-        sequence.reserve(capacity, target.new_cache, drafter.new_cache if drafter else None)
-        if drafter and drafter.aux_hidden_state_layers:
-            width = len(drafter.aux_hidden_state_layers) * target.config.hidden_size
-            sequence.reserve_rows("aux_hidden_states", max_size, (width,), target.dtype)
-        if self.graphs:
-            sequence.note_weight_memory([model.weight_memory() for model in self.models])
 
     @property
     def max_children(self) -> int:

@@ -1,13 +1,11 @@
 """What goes into a generation, and what comes out: prompts, endings, results, texts that go on."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -20,9 +18,6 @@ from sequoia_plan.models.base.architecture import text_config, unwrapped
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.text import NewText, text_ids
-
-if TYPE_CHECKING:
-    from sequoia_plan.runtime.decoder import SequoiaDecoder
 
 Criterion = Callable[[Tensor, None], Tensor | bool]
 """A stopping criterion of transformers."""
@@ -120,7 +115,7 @@ class Ending:
         max_tokens_in_context: int,
         end_tokens: set[int],
         criteria: Sequence[Criterion],
-        text: NewText | None = None,
+        text: NewText | None,
     ) -> None:
         self.sequence, self.end_tokens, self.criteria = list(prompt), end_tokens, criteria
         self.text, self.known = text, ""
@@ -157,7 +152,7 @@ class Session:
     Whatever else the decoder generates meanwhile is right, too; the text is then read again.
     """
 
-    def __init__(self, decoder: SequoiaDecoder, prompt: Prompt = ()) -> None:
+    def __init__(self, decoder: Any, prompt: Prompt) -> None:
         self.decoder, self.ids = decoder, list[int]()
         if len(prompt):
             self.say(prompt)
@@ -204,7 +199,7 @@ def end_tokens(
 ) -> set[int]:
     """The tokens that end a text: `eos`, else those of the generation config or tokenizer."""
     if eos is None:
-        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
     if isinstance(eos, (Tensor, np.ndarray)):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from transformers.generation import logits_process as processors
@@ -19,14 +19,13 @@ from transformers.generation.stopping_criteria import (
     MaxLengthCriteria,
     StoppingCriteria,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.forks import renewed_in_forks
-from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import Processor, split_at_warpers
 from sequoia_plan.runtime.decoder import SequoiaDecoder
+from sequoia_plan.runtime.decoding_models import Model
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 
 SETTING_OF_PROCESSOR = {
@@ -47,9 +46,9 @@ def sequoia(
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    draft: LoadedModel | nn.Module | None = None,
+    draft: Model | None = None,
     tree: TokenTree | None = None,
-    text_streamer: BaseStreamer | None = None,
+    text_streamer: Any = None,
     seed: int | None = None,
     constraint: Grammar | None = None,
     **model_kwargs: Any,
@@ -155,9 +154,7 @@ def _with_own_padding(processor: processors.LogitsProcessor) -> Processor:
     return processor
 
 
-def _decoder_of(
-    model: PreTrainedModel, draft: LoadedModel | nn.Module | None, tree: Any
-) -> SequoiaDecoder:
+def _decoder_of(model: PreTrainedModel, draft: Model | None, tree: Any) -> SequoiaDecoder:
     """The decoder that the model keeps, if it fits the arguments; else a new one."""
     with _decoder_lock:
         kept_draft, kept_tree, decoder = model.__dict__.get("_sequoia_decoder", (None,) * 3)

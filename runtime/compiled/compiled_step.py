@@ -129,10 +129,17 @@ class CompiledStep:
         """
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         floats = map(np.float32, (*temperatures, sampling.top_p, sampling.min_p))
-        settings = *floats, sampling.top_k
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
         with self.workers.lock:
-            arguments = decode, self.step, tree, settings, rule, max_match, num_unread
+            arguments = (
+                decode,
+                self.step,
+                tree,
+                (*floats, sampling.top_k),
+                rule,
+                max_match,
+                num_unread,
+            )
             if not self.target.reads_embeddings:
                 self.workers.run(*arguments, parts)
             else:  # the host reads embeddings from a file, and waits for the target's weights
@@ -181,8 +188,7 @@ def new_step(
     One with windowed layers cannot, and no EAGLE-3 draft if the host reads the target's embeddings.
     """
     assert isinstance(target, PackedBackend)
-    caches = sequence.target, sequence.draft
-    has_windows = any(cache.positions is not None for cache in caches)
+    has_windows = any(c.positions is not None for c in (sequence.target, sequence.draft))
     # only an EAGLE-3 draft reads hidden states
     if has_windows or (hidden_states and target.reads_embeddings):
         return None

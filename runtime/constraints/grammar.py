@@ -1,11 +1,8 @@
 """Structured output: texts of a JSON schema, a regular expression or a grammar, by xgrammar."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,10 +13,7 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.constraints.json_schema import LOOKAHEAD, refuse_unenforced
 from sequoia_plan.runtime.constraints.path_logits import Path
 
-if TYPE_CHECKING:
-    from xgrammar import GrammarCompiler, TokenizerInfo
-
-_compilers: WeakKeyDictionary[PreTrainedTokenizerBase, GrammarCompiler] = WeakKeyDictionary()
+_compilers: WeakKeyDictionary[PreTrainedTokenizerBase, object] = WeakKeyDictionary()
 """xgrammar's compiler for each tokenizer; it has read the whole vocabulary."""
 MAX_BLANKS = 8
 """Blanks in a row between parts of JSON, at most: a model may prefer them to going on."""
@@ -144,8 +138,8 @@ class Grammar:
         return None
 
 
-def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
-    """The vocabulary, in which control tokens have no text: no grammar allows them."""
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> object:
+    """xgrammar's TokenizerInfo, in which control tokens have no text: no grammar allows them."""
     from xgrammar import TokenizerInfo
 
     info = TokenizerInfo.from_huggingface(tokenizer)

@@ -33,8 +33,7 @@ class DFlashDrafter(HiddenStateDrafter):
         Where logits depend on the parent's token, it is an entry for each level, so that a level's
         tokens are drawn before the next one's logits; only the first entry runs the model.
         """
-        levels = range(tree.num_drafted_levels)
-        parents_of_draws = [tree.nodes_with_children(level) for level in levels]
+        parents_of_draws = [*map(tree.nodes_with_children, range(tree.num_drafted_levels))]
         if not self.model.path_head:
             parents_of_draws = [np.concatenate(parents_of_draws)]
         passes: list[DraftPass] = []

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.layers.fused_norm import add_before
@@ -66,7 +65,7 @@ class Eagle3(EagleModel):
             norms_of_states = [self.new_norm(state_width) for _ in self.aux_hidden_state_layers]
             self.fc_norm = nn.ModuleList(norms_of_states)
         self.layers = self.new_layers()
-        first: GradientCheckpointingLayer = self.layers[0]
+        first = self.layers[0]
         first.hidden_norm = self.new_norm(width)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(first.self_attn, name)
@@ -127,8 +126,7 @@ class Eagle1(EagleModel):
         width = self.config.hidden_size
         self.fc = nn.Linear(width + self.states_width, width, bias=bias)
         self.layers = self.new_layers()
-        first: GradientCheckpointingLayer = self.layers[0]
-        first.input_layernorm = nn.Identity()
+        self.layers[0].input_layernorm = nn.Identity()
 
     def run(self, embedded: Tensor, features: Tensor, *inputs: Any) -> Tensor:
         """Each row's output: plain layers over one vector made of embedding and feature."""

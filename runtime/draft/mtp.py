@@ -183,7 +183,7 @@ def build_mtp(model: LoadedModel, heads: Sequence[dict[str, Tensor]]) -> MtpDraf
     it does for the target.
     """
     config = copy.deepcopy(model.config)
-    target_class: Any = type(model.module)
+    target_class = type(model.module)
     if model.module is None:
         target_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # what numbers the target's layers does not number these

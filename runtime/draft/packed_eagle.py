@@ -1,6 +1,7 @@
 """The packed pass of an EAGLE-3 draft."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,6 @@ from sequoia_plan.models.packed.packed_pass import (
 )
 from sequoia_plan.models.packed.tiles import Matrix
 from sequoia_plan.models.packed.weights import PackedWeights, Storage, model_of, packed_in_memory
-from sequoia_plan.runtime.draft.eagle_model import Eagle3
-from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 
 IN_8_BITS = Storage(bits=8)
 
@@ -36,7 +35,7 @@ class PackedEagle:
     notes_finite, traits = True, Traits(is_compiled=True, reads_features=True)
     weights: PackedWeights | None = None
 
-    def __init__(self, draft: HiddenStateDraft) -> None:
+    def __init__(self, draft: Any) -> None:
         self.draft, self.version = draft, 0
         self.pack()
 
@@ -56,7 +55,6 @@ class PackedEagle:
     def pack(self) -> None:
         """Make the packed weights and their pass from the draft's, as they are now."""
         draft, self.watch = self.draft, Watch(everything)
-        assert isinstance(draft, Eagle3)  # see `why_not`
         config, dtype = draft.config, cache_dtype(draft.dtype)
         source = ModuleSource(draft)
         source.tensors = {
@@ -129,10 +127,10 @@ class PackedEagle:
         return logits, outputs[-logits_to_keep:]
 
 
-def why_not(draft: HiddenStateDraft) -> str:
+def why_not(draft: Any) -> str:
     """Why a draft cannot be packed, so that PyTorch runs it; "" if it can."""
     config = draft.config
-    if not isinstance(draft, Eagle3) or config.head_dim % UNIT or draft.lm_head is None:
+    if type(draft).__name__ != "Eagle3" or config.head_dim % UNIT or draft.lm_head is None:
         return (
             f"it is a {type(draft).__name__}, has no head of its own, or its heads are no multiple "
             f"of {UNIT} numbers"
