@@ -194,15 +194,13 @@ class CapturedStep(TreeStep):
                 "damaged or the dtype overflows (float16 does, bfloat16 and float32 do not)"
             )
         count = min(count, self.target.context - 1 - length)  # nodes beyond the context are cut off
-        depth, match_length = self.tree.depth, 0
-        path, tokens = numbers[:depth][:count], numbers[depth : 2 * depth][:count]
+        depth, match_length = self.tree.depth, numbers[-1] if self.lookup else 0
+        path, tokens = numbers[:count], numbers[depth : depth + count]
         if self.sequence.path_logits:
             self.sequence.path_logits.check(path, length)
             self.sequence.path_logits.commit(tokens)
         if self.alternates:
             note_accepted(self.sequence, self.tree, path)
-        if self.lookup:
-            match_length = numbers[-1]
         rows = [logits[path] for logits in self.logits] if self.sequence.keeps_logits else []
         return StepOutput(path, tokens, self.tree, match_length, *rows)
 

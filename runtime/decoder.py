@@ -212,8 +212,7 @@ class SequoiaDecoder:
             criteria=stopping_criteria,
             text=text,
         )
-        new_ids: list[int] = []
-        num_steps, finish_reason = 0, "" if max_new_tokens else "length"
+        num_steps, finish_reason, new_ids = 0, "" if max_new_tokens else "length", list[int]()
         if getattr(type(streamer), "put", None) is TextStreamer.put:
             streamer = TextStream(streamer, prompt_ids, stops)
         elif streamer is not None:
@@ -253,7 +252,7 @@ class SequoiaDecoder:
 
     def choices_at(self, length: int, match_length: int) -> list[Choice]:
         """What a step may take after so many tokens, with a lookup match of so many."""
-        reached = [(n, m) for n, m in self.choices if n <= length and m <= match_length]
+        reached = ((n, m) for n, m in self.choices if n <= length and m <= match_length)
         return self.choices[max(reached)]
 
     def _compare_with_plan(self) -> None:

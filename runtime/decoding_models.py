@@ -1,7 +1,5 @@
 """What all steps of a decoder share: target, drafter, their sequence, and their CUDA graphs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -84,7 +82,7 @@ class DecodingModels:
         self.compiled_step: CompiledStep | None = None
         self.step_state: list[int] = []
 
-    def step_for(self, rows: int) -> CompiledStep | None:
+    def step_for(self, rows: int) -> "CompiledStep | None":
         """Compiled steps for passes of up to so many rows; None if a model is not compiled."""
         sequence = self.sequence
         if not all(model.traits.is_compiled for model in self.models):

@@ -9,7 +9,6 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,8 +20,7 @@ from sequoia_plan.runtime.text import NewText, text_ids
 
 Criterion = Callable[[Tensor, None], Tensor | bool]
 """A stopping criterion of transformers."""
-Ids = Tensor | NDArray[np.int64] | Sequence[int] | Sequence[Sequence[int]]
-Prompt = str | Ids | Mapping[str, object]
+Prompt = str | Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, object]
 """Text, token ids [n] or [1, n], or what a tokenizer returns."""
 WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep")
 """Inputs of a model's `forward` that are checked elsewhere, or do not change what is generated."""
@@ -127,8 +125,7 @@ class Ending:
         for count, token in enumerate(tokens, 1):
             self.sequence.append(token)
             self.known += self.text.add([token]) if self.text else ""
-            reason = self._reason(token)
-            if reason:
+            if reason := self._reason(token):
                 return list(tokens[:count]), reason
         return list(tokens), ""
 
@@ -205,7 +202,7 @@ def end_tokens(
     if isinstance(eos, (Tensor, np.ndarray)):
         eos = eos.tolist()
     tokens = eos if isinstance(eos, Iterable) else () if eos is None else (eos,)
-    return {operator.index(token) for token in tokens}
+    return set(map(operator.index, tokens))
 
 
 def read_prompt(
@@ -214,10 +211,7 @@ def read_prompt(
     attention_mask: Tensor | None,
     model: LoadedModel,
 ) -> Tensor:
-    """The prompt as int64 [n], from text, token ids [n] or [1, n], or what a tokenizer returns.
-
-    Raises ArgumentError or SequoiaPlanError for anything else, and for masks that hide tokens.
-    """
+    """The prompt as int64 [n]; refuses what is no `Prompt`, and masks that hide tokens."""
     token_ids: object = prompt
     masks: list[object] = [attention_mask]
     other_inputs: Mapping[str, object] = {}
@@ -312,7 +306,7 @@ def refuse_other_inputs(inputs: Mapping[str, object], num_tokens: int, model: Lo
             is_ignored = any(_entries(value)) or (name in accepted and not is_multimodal)
         else:
             is_input = name in accepted or name.endswith("_embeds")
-            is_ignored = isinstance(value, Tensor) and is_input
+            is_ignored = is_input and isinstance(value, Tensor)
         if is_ignored:  # it may be `position_ids`, which transformers makes of an attention mask
             raise ArgumentError(
                 f"{name}: found {value!s:.60}, expected none, because decoding with a token tree "

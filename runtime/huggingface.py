@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, StoppingCriteria
 from transformers.generation import logits_process as processors
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteria,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.base.forks import renewed_in_forks

@@ -93,7 +93,7 @@ class SequenceState:
             return
         device, kept = self.tokens.device, self.num_read
         tokens, target, draft = self.tokens, self.target, self.draft
-        self.target, self.draft = TreeCache(0, 0, device), TreeCache(0, 0, device)
+        self.target = self.draft = TreeCache(0, 0, device)
         self.forget()
         if not kept:  # free the old memory before the new is allocated
             tokens, target, draft = self.tokens, self.target, self.target

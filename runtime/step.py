@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base.tree_tensors import TreeTensors
-from sequoia_plan.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.constraints.path_logits import Path, paths_of
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draw_children
@@ -87,8 +86,7 @@ class TreeStep:
         bits_by_pass = self.random_bits(sampling).split([each.num_parents for each in passes])
         new_nodes = [draft_pass.new_nodes for draft_pass in passes]
         new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
-        probs, drawn, largest_logits = [], [], []
-        output: ForwardOutput | None = None
+        probs, drawn, largest_logits, output = [], [], [], None
         for draft_pass, slots, bits in zip(passes, new_slots, bits_by_pass, strict=True):
             output = drafter.forward(draft_pass, sequence, columns, output)
             logits = output.logits

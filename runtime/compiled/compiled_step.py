@@ -76,26 +76,25 @@ class CompiledStep:
             contexts[0], hidden_states,
         )  # fmt: skip
         self.owners = [target.runner]  # of weights, whose addresses it has
-        draft_embedding, largest_vocabulary = target.embedding, target.vocabulary
-        eagle: PackedEagle | None = None
+        draft_embedding, eagle = target.embedding, None
         t2d = d2t = NOTHING  # if both vocabularies are the same
         if drafter:
             draft, draft_rows = drafter.backend, max(rows, CATCH_UP_TOKENS + 1)
             assert isinstance(draft, (PackedBackend, PackedEagle))
-            layers: tuple[int, ...] = ()
             if isinstance(draft, PackedEagle):
-                eagle, layers, draft_embedding = draft, draft.output_layers, draft.embedding(target)
+                eagle, draft_embedding = draft, draft.embedding(target)
             else:
                 draft_embedding = draft.embedding
             draft_reader = new_reader(
                 draft.runner, draft_embedding, drafter.vocabulary, sequence.draft, workers,
-                draft_rows, contexts[-1], layers, 2 * draft.runner.width if eagle else 0,
+                draft_rows, contexts[-1], eagle.output_layers if eagle else (),
+                2 * draft.runner.width if eagle else 0,
             )  # fmt: skip
             self.owners.append(draft.runner)
-            largest_vocabulary = max(largest_vocabulary, drafter.vocabulary)
             if drafter.d2t is not None:
                 t2d, d2t = np.full(target.vocabulary, -1), drafter.d2t.long().contiguous().numpy()
                 t2d[d2t] = np.arange(d2t.size)
+        vocabulary = max(reader.vocabulary, draft_reader.vocabulary)
         self.step = Step(
             target=reader, draft=draft_reader, eagle=eagle_of(eagle, sequence.draft, workers, rows),
             tokens=sequence.tokens.numpy(), length=sequence.length.numpy(),
@@ -103,8 +102,7 @@ class CompiledStep:
             draft_embedding=embedding_of(draft_embedding), bits=sequence.bits.numpy(),
             uniforms=sequence.uniforms.numpy(), path=np.zeros(rows, np.int64),
             own_tokens=np.zeros(rows, np.int64), masses=np.zeros(rows),
-            residuals=np.zeros((rows, 4)),
-            sums=np.zeros((workers, -(-largest_vocabulary // SUM_BLOCK))),
+            residuals=np.zeros((rows, 4)), sums=np.zeros((workers, -(-vocabulary // SUM_BLOCK))),
             scratch=np.zeros((1, target.vocabulary), np.float32),
             probs=np.empty((rows, target.vocabulary), np.float32), t2d=t2d, d2t=d2t,
             output=np.zeros(2 + 2 * rows, np.int64), times=np.zeros(rows + 3),

@@ -36,8 +36,7 @@ ESCAPED = r'["\x00-\x1f]|\\[\\tnrfvxuc0]'
 """What JSON escapes in a string, and xgrammar writes as it is."""
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
 TYPES |= {dict: "object", type(None): "null"}
-Schema = dict[str, Any]
-"""A JSON schema: values by keyword."""
+Schema = dict[str, Any]  # a JSON schema: values by keyword
 
 
 def refuse_unenforced(schema: object, root: Schema) -> None:

@@ -36,7 +36,7 @@ class DFlashDrafter(HiddenStateDrafter):
         parents_of_draws = [*map(tree.nodes_with_children, range(tree.num_drafted_levels))]
         if not self.model.path_head:
             parents_of_draws = [np.concatenate(parents_of_draws)]
-        passes: list[DraftPass] = []
+        passes = list[DraftPass]()
         for parents in parents_of_draws:
             nodes = torch.as_tensor(parents, dtype=torch.long, device=tensors.nodes.device)
             fields = children_to_draw(tree, parents, nodes.device)
@@ -48,9 +48,9 @@ class DFlashDrafter(HiddenStateDrafter):
     def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **fields: Any) -> DraftPass:
         """A pass over a block, the root and mask tokens; `logit_rows`: its parents' levels."""
         block = torch.arange(self.model.block.size, device=tensors.nodes.device)
-        no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
-        fields = {"input_slots": block, **fields}
-        return DraftPass(offsets=block, mask=no_mask, logit_rows=logit_rows, **fields)
+        # `forward` makes the mask of a block
+        fields = {"input_slots": block, "mask": tensors.mask[:0], **fields}
+        return DraftPass(offsets=block, logit_rows=logit_rows, **fields)
 
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
         """A pass to be timed, which takes as long with every tree; it reads no earlier pass (None).

@@ -196,10 +196,9 @@ class HiddenStateDrafter(Drafter):
 
     def __init__(self, model: HiddenStateDraft, vocabulary: int, d2t: Tensor | None) -> None:
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
-        self.backend = model.backend
-        self.notes_finite = model.backend.notes_finite
+        self.backend, self.drafting = model.backend, model.drafting
+        self.notes_finite = self.backend.notes_finite
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
-        self.drafting = model.drafting
 
 
 def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -207,7 +206,7 @@ def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
 
     A position of level -1, which no step drafts, is a range of its own.
     """
-    starts = [position for position, level in enumerate(levels) if level <= 0]
+    starts = (position for position, level in enumerate(levels) if level <= 0)
     return itertools.pairwise([*starts, len(levels)])
 
 
@@ -217,11 +216,11 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     Each pass reads the parents of the next level, and gives a row of logits for each parent. Where
     the spine is looked up, its node on a level is the first of them.
     """
-    passes: list[DraftPass] = []
+    passes = []
     for level in range(tree.num_drafted_levels):
         parents = tree.nodes_with_children(level)
         nodes = torch.as_tensor(parents, dtype=torch.long, device=tensors.nodes.device)
-        parent_rows: Tensor | None = None
+        parent_rows = None
         if level:
             rows = np.searchsorted(tree.nodes_with_children(level - 1), tree.parents[parents])
             parent_rows = torch.as_tensor(rows, device=nodes.device)
@@ -254,7 +253,7 @@ def children_to_draw(tree: TokenTree, parents: IntArray, device: torch.device) -
     nodes = np.flatnonzero(np.isin(tree.parents, parents))
     rows = np.searchsorted(parents, tree.parents[nodes])
     ranks, num_draws = tree.ranks[nodes] - 1, 0
-    looked_up: Tensor | None = None
+    looked_up = None
     if tree.looks_up:
         is_on_spine = tree.classes[nodes] == 0  # a first child, which is not drawn
         if is_on_spine.any():

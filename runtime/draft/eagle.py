@@ -92,10 +92,10 @@ class EagleDrafter(HiddenStateDrafter):
         positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
         read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
-        masks: list[Tensor] = []
+        masks = []
         if reads_committed:
-            committed = read_slots[: widths[0]]
-            masks.append(_mask_of_committed(committed, columns.numel(), first.mask.dtype))
+            slots_of_first = read_slots[: widths[0]]
+            masks.append(_mask_of_committed(slots_of_first, columns.numel(), first.mask.dtype))
         if node_masks := [draft_pass.mask for draft_pass in passes[reads_committed:]]:
             columns[0] = first.mask.shape[1] - 1  # visible to no node: token 0 has no feature
             masks += torch.cat(node_masks).index_select(1, columns).split(widths[reads_committed:])

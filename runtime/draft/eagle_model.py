@@ -61,9 +61,8 @@ class Eagle3(EagleModel):
         self.input_norm = self.new_norm(self.states_width) if norms.before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if norms.each_before_fc:
-            state_width = self.target.config.hidden_size
-            norms_of_states = [self.new_norm(state_width) for _ in self.aux_hidden_state_layers]
-            self.fc_norm = nn.ModuleList(norms_of_states)
+            widths = [self.target.config.hidden_size] * len(self.aux_hidden_state_layers)
+            self.fc_norm = nn.ModuleList(map(self.new_norm, widths))
         self.layers = self.new_layers()
         first = self.layers[0]
         first.hidden_norm = self.new_norm(width)
@@ -82,9 +81,8 @@ class Eagle3(EagleModel):
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states)
         if self.fc_norm is not None:
-            by_layer = hidden_states.chunk(len(self.fc_norm), -1)
-            normed = [norm(states) for norm, states in zip(self.fc_norm, by_layer, strict=True)]
-            hidden_states = torch.cat(normed, -1)
+            by_layer = zip(self.fc_norm, hidden_states.chunk(len(self.fc_norm), -1), strict=True)
+            hidden_states = torch.cat([norm(states) for norm, states in by_layer], -1)
         return self.fc(hidden_states)
 
     def head(self, hidden_states: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tup
     keys = LAYER_IDS[checkpoint.algorithm][checkpoint.from_speculators]
     layer_ids = {
         name: value
-        for name, value in _by_dotted_name(checkpoint.config)
+        for name, value in _by_path(checkpoint.config)
         if LIKE_LAYER_IDS.search(name.rpartition(".")[2]) and value is not None
     }
     if unknown_keys := sorted(layer_ids.keys() - keys):
@@ -245,14 +245,12 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tup
     return tuple(number + shift for number in ids)
 
 
-def _by_dotted_name(
-    section: Mapping[str, object], prefix: str = ""
-) -> Iterator[tuple[str, object]]:
+def _by_path(section: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """The names and values of all settings, those in sections under names like "section.key"."""
     for name, value in section.items():
         yield prefix + name, value
         if isinstance(value, Mapping):
-            yield from _by_dotted_name(value, f"{prefix}{name}.")
+            yield from _by_path(value, f"{prefix}{name}.")
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """What drafts that read the target's hidden states have in common: own weights and passes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -47,16 +45,15 @@ LAYER_CLASSES = {
 class HiddenStateDraft(nn.Module):
     """A draft's own weights. Embeddings and output head are the target's where it has none.
 
-    `d2t` int64 [draft vocabulary]. `compiled` runs its passes if they are; `recorded` is
-    what profiles record of it if its layers were fused. `version` grows with each change of the
-    weights that was noticed. With `notes_finite`, each pass notes in its cache whether its logits
-    are finite.
+    `d2t` int64 [draft vocabulary]. `compiled` runs its passes if they are; `recorded` is what
+    profiles record of it if its layers were fused. `version` grows with each change of the weights
+    that was noticed. `notes_finite`: see `Drafter`.
     """
 
     d2t: Tensor | None
     layers: nn.ModuleList
     drafting: Drafting = EAGLE_DRAFT
-    compiled: PackedEagle | None = None
+    compiled: "PackedEagle | None" = None
     recorded: dict[str, object] | None = None
     version = 0
     notes_finite, traits = False, Traits(reads_features=True)
@@ -74,8 +71,7 @@ class HiddenStateDraft(nn.Module):
         config._attn_implementation = "sdpa"
         self.config, self.target, self.watch = config, target, Watch(weights)
         self.aux_hidden_state_layers = aux_hidden_state_layers
-        width = config.hidden_size
-        self.feature_width = width
+        self.feature_width = width = config.hidden_size
         self.states_width = len(aux_hidden_state_layers) * target.config.hidden_size
         if config.model_type in LAYER_CLASSES:  # an MTP head's layer is of the target's kind
             _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
@@ -112,7 +108,7 @@ class HiddenStateDraft(nn.Module):
         return self.dtype
 
     @property
-    def backend(self) -> HiddenStateDraft | PackedEagle:
+    def backend(self) -> "HiddenStateDraft | PackedEagle":
         """What runs its passes: itself, unless they are compiled."""
         return self.compiled or self
 

@@ -126,7 +126,7 @@ class MtpDraft(HiddenStateDraft):
         committed tokens, one after the other.
         """
         embedded, width = self.embed(tokens), self.config.hidden_size
-        outputs: list[Tensor] = []
+        outputs = list[Tensor]()
         features_by_head = features.split(width, -1)
         level = self.num_heads - len(features_by_head)
         for number, feature in enumerate(features_by_head, level):

@@ -64,13 +64,12 @@ class VerificationOrder:
             # the first group has the root, which has no cell
             group_cells.append(_tensor(cells[nodes[rows] - 1], device) if start else None)
 
-        has_child = np.arange(tree.branching) < counts[:, None]
         return cls(
             nodes=_tensor(nodes, device),
             draft_rows=_tensor(draft_rows, device),
             row_of_node=_tensor(row_of_node, device),
             cells=_tensor(cells, device),
-            has_child=torch.as_tensor(has_child, device=device),
+            has_child=torch.as_tensor(np.arange(tree.branching) < counts[:, None], device=device),
             groups=tuple(groups),
             group_cells=tuple(group_cells),
         )
