@@ -98,8 +98,9 @@ def find_checkpoint(source: str) -> Checkpoint | None:
         name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): tensor
         for name, tensor in _read_tensors(folder).items()
     }
-    used = {name: weights[name] for name in weights.keys() - UNUSED_TENSORS}
-    return Checkpoint(source, algorithm or EAGLE1, config, used)
+    for name in UNUSED_TENSORS:
+        weights.pop(name, None)
+    return Checkpoint(source, algorithm or EAGLE1, config, weights)
 
 
 @contextmanager

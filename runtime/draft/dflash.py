@@ -69,8 +69,7 @@ class DFlashDrafter(HiddenStateDrafter):
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, and of those of a block after the last token."""
-        slots = capacity + self.model.block.size
-        return TreeCache(self.model.cache_layout(), slots, self.model.device)
+        return self.model.new_cache(capacity + self.model.block.size, counts_positions=False)
 
     def forward(
         self,
