@@ -121,8 +121,7 @@ class DecodingModels:
     ) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
-        `prompt` int64 [n]; `max_size`: nodes of the largest tree, for whose hidden states
-        there is memory. What the models have read of the
+        `prompt` int64 [n]; `max_size`: nodes of the largest tree. What the models have read of the
         prompt is not read again, except by the draft the last `unsettled` tokens, which it may not
         have read as it reads a prompt. With None, all is read.
         """

@@ -85,11 +85,11 @@ class Residual:
         is_exhausted = masses <= 0
         inverse_d = torch.where(q_at_children > 0, masses / _positive(q_at_children), 0.0)
         inverse_d = torch.where(is_exhausted, num_undrawn, inverse_d)
-        added_to_c = torch.where(is_exhausted, 0.0, 1 / _positive(masses))
-        terms = [p.gather(1, children), q_at_children, inverse_d, added_to_c]
-        child_terms = (
-            torch.stack([*terms, is_exhausted / num_undrawn]).permute(2, 0, 1).contiguous()
-        )
+        to_c = torch.where(is_exhausted, 0.0, 1 / _positive(masses))  # what a rejection adds
+        to_e = is_exhausted / num_undrawn
+        terms = [p.gather(1, children), q_at_children, inverse_d, to_c, to_e]
+        child_terms = torch.stack(terms).permute(2, 0, 1).contiguous()
+        # R is p without the tokens that are looked up, in the units of the target's whole mass
         total_mass = p_mass = p.sum(-1)
         zeros, ones = torch.zeros_like(p_mass), torch.ones_like(p_mass)
         uncovered_mass = zeros
