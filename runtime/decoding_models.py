@@ -48,7 +48,6 @@ class DecodingModels:
         self.target = loaded(target)
         self.device = self.target.device
         self.drafter: Drafter | None = None
-        # what notices changes of the weights
         self.models: list[Backend | HiddenStateDraft | PackedEagle] = [self.target.backend]
         self.contexts = [self.target.context]
         if draft is not None and any(t.num_drafted_levels for t in tree.all_trees):
@@ -63,15 +62,12 @@ class DecodingModels:
             if tokenizer is not None and draft_tokenizer is not None:
                 common_size = check_tokenizers(tokenizer, draft_tokenizer)
             vocabulary, d2t = shared_vocabulary(self.target, draft, common_size)
+            self.drafter = drafter_of(draft, vocabulary, d2t)
             if isinstance(draft, LoadedModel):
-                self.drafter = LanguageModelDrafter(draft, vocabulary, d2t)
                 self.contexts.append(draft.context)
-            else:
-                drafter = EagleDrafter if draft.drafting.drafts_by_level else DFlashDrafter
-                self.drafter = drafter(draft, vocabulary, d2t)
         self.hidden_states = self.drafter.aux_hidden_state_layers if self.drafter else ()
         self.target.backend.prepare(self.hidden_states)
-        self.versions = [model.version for model in self.models]
+        self.versions = [model.version for model in self.models]  # a change of weights is a new one
         files = (getattr(model, "file", None) for model in self.models)
         self.files = [file for file in files if file is not None]
         self.sequence = SequenceState(self.device)
@@ -211,3 +207,13 @@ class DecodingModels:
                 f"tree: {tree.size} nodes, expected at most {MAX_TREE_NODES} to decode with; solve "
                 "with a smaller --budget"
             )
+
+
+def drafter_of(
+    draft: LoadedModel | HiddenStateDraft, vocabulary: int, d2t: Tensor | None
+) -> Drafter:
+    """The drafter of the class that suits a draft. `vocabulary`, `d2t`: see `Drafter`."""
+    if isinstance(draft, LoadedModel):
+        return LanguageModelDrafter(draft, vocabulary, d2t)
+    drafter = EagleDrafter if draft.drafting.drafts_by_level else DFlashDrafter
+    return drafter(draft, vocabulary, d2t)

@@ -47,11 +47,13 @@ class EagleDrafter(HiddenStateDrafter):
         `features` [capacity + 1, width], which are made of the target's hidden states: row s
         has that of the token before slot s, with which the token in slot s is read.
         """
-        window, device = self.model.window, self.model.device
+        window = self.model.window
         windowed = window is not None and window < capacity
         cache = self.backend.new_cache(capacity, counts_positions=windowed)
         shape = (capacity + 1, self.model.feature_width)
-        cache.features = torch.zeros(shape, dtype=self.backend.feature_dtype, device=device)
+        cache.features = torch.zeros(
+            shape, dtype=self.backend.feature_dtype, device=self.model.device
+        )
         return cache
 
     def forward(
