@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.models.base.errors import first_line
+from sequoia_plan.models.loaded_model import Backend
 
 T = TypeVar("T")
 _capture_lock = threading.RLock()
@@ -27,20 +28,19 @@ SYNCHRONIZING = "called a synchronizing CUDA operation"
 
 
 def step_graphs(
-    models: Sequence[Any], device: torch.device, captured: bool | None
+    target: Backend, captures_draft: bool, device: torch.device, captured: bool | None
 ) -> Graphs | None:
     """What captures the parts of a step as CUDA graphs; None if no part is to be captured.
 
-    `models`: the backend of the target and, if there is a draft, what runs that. `captured`: True
-    captures all parts, False none, None those that can be.
+    `captures_draft`: can the draft's passes be captured, if there is one? `captured`: True captures
+    all parts, False none, None those that can be.
     """
     if captured and device.type != "cuda":
         raise ArgumentError(
             f"captured: found {captured!r:.60}, and CUDA graphs need a CUDA device; leave it out"
         )
-    target, *drafts = models
     is_possible = {
-        "draft": all(draft.can_be_captured() for draft in drafts),
+        "draft": captures_draft,
         "target": target.can_be_captured(),
         "verify": target.is_on_one_cuda_device(),
     }
@@ -114,7 +114,7 @@ class Graphs:
     def _try_capture(
         self,
         key: Hashable,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         get_state: Callable[[], Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
     ) -> None:
@@ -147,10 +147,10 @@ class Graphs:
     def capture(
         self,
         part: Hashable,
-        function: Callable[..., Any],
+        function: Callable[..., T],
         state: Sequence[Tensor],
         inputs: tuple[Tensor, ...],
-    ) -> tuple[Callable[[], None], Any]:
+    ) -> tuple[Callable[[], None], T]:
         """Capture `function(*inputs)`, restore `state`; returns what replays it, and the result."""
         with _capture_lock, torch.cuda.device(self.device):
             state_before = [tensor.clone() for tensor in state]

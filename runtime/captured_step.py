@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from sequoia_plan.models.base.cache import round_up
 from sequoia_plan.models.base.threads import one_thread_of_torch
 from sequoia_plan.models.layers import split_keys
 from sequoia_plan.runtime.capture import read_back
-from sequoia_plan.runtime.decoding_models import DecodingModels
+from sequoia_plan.runtime.decoding_models import DecodingModels, Model
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, TARGET_NOT_FINITE, SequenceState
 from sequoia_plan.runtime.step import TreeStep
+
+if TYPE_CHECKING:  # they need numba
+    from sequoia_plan.runtime.compiled.compiled_step import CompiledStep
+    from sequoia_plan.runtime.compiled.memory import Tree
 
 T = TypeVar("T")
 EXTENT_MULTIPLE = {"cpu": 64, "cuda": 512}
@@ -46,12 +50,12 @@ class StepOutput:
 class CapturedStep(TreeStep):
     """A `TreeStep` that runs as one call or CUDA graph if possible, else part by part."""
 
-    compiled_tree: Any = None
-
     @classmethod
-    def of(cls, target: Any, draft: Any, tree: TokenTree, **options: Any) -> CapturedStep:
-        """A step with models of its own; `options` are those of `SequoiaDecoder`."""
-        return cls(DecodingModels(target, draft, tree, **options), tree)
+    def of(
+        cls, target: Model, draft: Model | None, tree: TokenTree, captured: bool | None = None
+    ) -> CapturedStep:
+        """A step with models of its own; the arguments are those of `SequoiaDecoder`."""
+        return cls(DecodingModels(target, draft, tree, captured=captured), tree)
 
     def with_tree(self, tree: TokenTree) -> CapturedStep:
         """A step with another tree that shares models, sequence and graphs with this one."""
@@ -122,8 +126,8 @@ class CapturedStep(TreeStep):
     @property
     def runs_by_parts(self) -> bool:
         """Does the host take part in a step, between its parts or by keeping their results?"""
-        is_observed = self.verifier.observe is not None
-        return bool(self.sequence.path_logits) or self.sequence.keeps_logits or is_observed
+        keeps_results = self.sequence.keeps_logits or self.verifier.observe is not None
+        return keeps_results or self.sequence.path_logits is not None
 
     def launch(self, length: int, sampling: Sampling) -> Callable[[int], StepOutput]:
         """Start a step whose root is in slot `length` or before it.
@@ -164,16 +168,19 @@ class CapturedStep(TreeStep):
             return compiled.time_passes(self.compiled_tree, sampling, of_target=of_target)
         return []
 
-    def _compiled(self, sampling: Sampling) -> Any:
+    def _compiled(self, sampling: Sampling) -> CompiledStep | None:
         """What runs a whole step with this sampling as one compiled call; None if nothing can."""
         step = self.models.step_for(self.max_rows)
-        if step is None or not step.follows(sampling):
-            return None
-        if self.compiled_tree is None:
-            drafter: Any = self.drafter
-            draws = [min(p.num_draws, drafter.vocabulary) for p in self.passes]
-            self.compiled_tree = step.tree_of(self.tree, self.rows_of_passes, draws)
-        return step
+        return step if step and step.follows(sampling) else None
+
+    @cached_property
+    def compiled_tree(self) -> Tree:
+        """The tree as compiled steps take it."""
+        from sequoia_plan.runtime.compiled.compiled_step import tree_of
+
+        vocabulary = self.drafter.vocabulary if self.drafter else 0
+        draws = [min(draft_pass.num_draws, vocabulary) for draft_pass in self.passes]
+        return tree_of(self.tree, self.rows_of_passes, draws)
 
     def _output(self, read_numbers: Callable[[], list[int]], length: int) -> StepOutput:
         """Wait for a step whose root is in slot `length`, and check what `commit` returned."""
@@ -187,15 +194,13 @@ class CapturedStep(TreeStep):
                 "damaged or the dtype overflows (float16 does, bfloat16 and float32 do not)"
             )
         count = min(count, self.target.context - 1 - length)  # nodes beyond the context are cut off
-        depth, match_length = self.tree.depth, 0
-        path, tokens = numbers[:depth][:count], numbers[depth : 2 * depth][:count]
+        depth, match_length = self.tree.depth, numbers[-1] if self.lookup else 0
+        path, tokens = numbers[:count], numbers[depth : depth + count]
         if self.sequence.path_logits:
             self.sequence.path_logits.check(path, length)
             self.sequence.path_logits.commit(tokens)
         if self.alternates:
             note_accepted(self.sequence, self.tree, path)
-        if self.lookup:
-            match_length = numbers[-1]
         rows = [logits[path] for logits in self.logits] if self.sequence.keeps_logits else []
         return StepOutput(path, tokens, self.tree, match_length, *rows)
 

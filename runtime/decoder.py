@@ -21,11 +21,12 @@ from sequoia_plan.runtime.clock import Clock, shape_of
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import Processor, path_logits_of
 from sequoia_plan.runtime.constraints.path_logits import PathLogits
-from sequoia_plan.runtime.decoding_models import DecodingModels
+from sequoia_plan.runtime.decoding_models import DecodingModels, Model
 from sequoia_plan.runtime.generation import (
     Criterion,
     Ending,
     Generation,
+    Prompt,
     Session,
     TokenRecord,
     check_loaded,
@@ -72,8 +73,8 @@ class SequoiaDecoder:
 
     def __init__(
         self,
-        target: Any,
-        draft: Any,
+        target: Model,
+        draft: Model | None,
         tree: TokenTree,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -129,7 +130,7 @@ class SequoiaDecoder:
     @torch.inference_mode()
     def generate(
         self,
-        input_ids: Any,
+        input_ids: Prompt,
         max_new_tokens: int | None = 128,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -211,8 +212,7 @@ class SequoiaDecoder:
             criteria=stopping_criteria,
             text=text,
         )
-        new_ids: list[int] = []
-        num_steps, finish_reason = 0, "" if max_new_tokens else "length"
+        num_steps, finish_reason, new_ids = 0, "" if max_new_tokens else "length", list[int]()
         if getattr(type(streamer), "put", None) is TextStreamer.put:
             streamer = TextStream(streamer, prompt_ids, stops)
         elif streamer is not None:
@@ -252,7 +252,7 @@ class SequoiaDecoder:
 
     def choices_at(self, length: int, match_length: int) -> list[Choice]:
         """What a step may take after so many tokens, with a lookup match of so many."""
-        reached = [(n, m) for n, m in self.choices if n <= length and m <= match_length]
+        reached = ((n, m) for n, m in self.choices if n <= length and m <= match_length)
         return self.choices[max(reached)]
 
     def _compare_with_plan(self) -> None:
@@ -274,12 +274,12 @@ class SequoiaDecoder:
         for model in self.step.models.models:
             model.refresh()
 
-    def start(self, prompt: Any = ()) -> Session:
+    def start(self, prompt: Prompt = ()) -> Session:
         """A text that goes on: what the models have read of it is not read again."""
         return Session(self, prompt)
 
     def generate_each(
-        self, prompts: Iterable[Any], *, seed: int | None = None, **settings: Any
+        self, prompts: Iterable[Prompt], *, seed: int | None = None, **settings: Any
     ) -> list[Generation]:
         """`generate` for each prompt in turn; with a seed, prompt i gets seed + i."""
         if isinstance(prompts, str):  # an iterable of letters

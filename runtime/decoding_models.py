@@ -1,16 +1,16 @@
 """What all steps of a decoder share: target, drafter, their sequence, and their CUDA graphs."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError, TokenTree
 from sequoia_plan.models.backends import loaded
 from sequoia_plan.models.base.architecture import model_type, rope_reason
-from sequoia_plan.models.loaded_model import LoadedModel
+from sequoia_plan.models.loaded_model import Backend, LoadedModel
 from sequoia_plan.models.vocabulary import check_tokenizers, shared_vocabulary
 from sequoia_plan.runtime.capture import step_graphs
 from sequoia_plan.runtime.draft.dflash import DFlashDrafter
@@ -20,6 +20,12 @@ from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.draft.language_model import LanguageModelDrafter
 from sequoia_plan.runtime.sequence import SequenceState
 
+if TYPE_CHECKING:  # they need numba
+    from sequoia_plan.runtime.compiled.compiled_step import CompiledStep
+    from sequoia_plan.runtime.draft.packed_eagle import PackedEagle
+
+Model = LoadedModel | nn.Module
+"""What `load_pair` loads, or a transformers model, which something may wrap."""
 MAX_TREE_NODES = 4096
 """The mask and the paths of a tree grow with the square of its size."""
 
@@ -32,20 +38,21 @@ class DecodingModels:
 
     def __init__(
         self,
-        target: Any,
-        draft: Any,
+        target: Model,
+        draft: Model | None,
         tree: TokenTree,
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         captured: bool | None = None,
     ) -> None:
         self.target = loaded(target)
-        self.device, self.drafter = self.target.device, None
-        self.models: list[Any] = [self.target.backend]  # what notices changes of the weights
+        self.device = self.target.device
+        self.drafter: Drafter | None = None
+        self.models: list[Backend | HiddenStateDraft | PackedEagle] = [self.target.backend]
         self.contexts = [self.target.context]
         if draft is not None and any(t.num_drafted_levels for t in tree.all_trees):
             draft = draft if isinstance(draft, HiddenStateDraft) else loaded(draft)
-            self.models.append(getattr(draft, "backend", draft))
+            self.models.append(draft.backend)
             if draft.device != self.device:
                 raise SequoiaPlanError(
                     f"draft: on {draft.device}, the target takes its input on {self.device}; move "
@@ -60,18 +67,20 @@ class DecodingModels:
                 self.contexts.append(draft.context)
         self.hidden_states = self.drafter.aux_hidden_state_layers if self.drafter else ()
         self.target.backend.prepare(self.hidden_states)
-        self.versions = [model.version for model in self.models]
-        self.files = [model.file for model in self.models if hasattr(model, "file")]
+        self.versions = [model.version for model in self.models]  # a change of weights is a new one
+        files = (getattr(model, "file", None) for model in self.models)
+        self.files = [file for file in files if file is not None]
         self.sequence = SequenceState(self.device)
         if self.target.traits.chains_only:
             captured = False  # the host reads how many tokens they read again
-        self.graphs = step_graphs(self.models, self.device, captured)
-        self.compiled_step: Any = None
-        self.step_state: Any = None
+        captures_draft = all(model.can_be_captured() for model in self.models[1:])
+        self.graphs = step_graphs(self.target.backend, captures_draft, self.device, captured)
+        self.compiled_step: CompiledStep | None = None
+        self.step_state: list[int] = []
 
-    def step_for(self, rows: int) -> Any:
+    def step_for(self, rows: int) -> "CompiledStep | None":
         """Compiled steps for passes of up to so many rows; None if a model is not compiled."""
-        sequence, drafter = self.sequence, self.drafter
+        sequence = self.sequence
         if not all(model.traits.is_compiled for model in self.models):
             return None
         memory = (sequence.tokens, sequence.bits, sequence.lookup_chain)
@@ -79,12 +88,11 @@ class DecodingModels:
         is_large_enough = self.compiled_step is None or self.compiled_step.rows >= rows
         if state != self.step_state or not is_large_enough:
             self.step_state = state
-            from sequoia_plan.runtime.compiled.compiled_step import new_step  # needs numba
+            from sequoia_plan.runtime.compiled.compiled_step import new_step
 
             self.compiled_step = new_step(
-                self.target.backend, drafter, sequence, rows=rows, contexts=self.contexts,
-                hidden_states=self.hidden_states,
-            )  # fmt: skip
+                self.target.backend, self.drafter, sequence, rows, self.contexts, self.hidden_states
+            )
         return self.compiled_step
 
     def check_unchanged(self) -> None:
@@ -123,7 +131,12 @@ class DecodingModels:
         reads_all = unsettled is None or self.target.traits.chains_only
         start = 0 if reads_all else sequence.num_shared(prompt[:-1])
         sequence.num_read = start
-        self._reserve(capacity, max_size)
+        sequence.reserve(capacity, self.target.new_cache, drafter.new_cache if drafter else None)
+        if self.hidden_states:
+            width = len(self.hidden_states) * self.target.config.hidden_size
+            sequence.reserve_rows("aux_hidden_states", max_size, (width,), self.target.dtype)
+        if self.graphs:
+            sequence.note_weight_memory([model.weight_memory() for model in self.models])
         start = sequence.num_read
         sequence.tokens[: prompt.numel()] = prompt
         sequence.length.fill_(prompt.numel() - 1)
@@ -139,16 +152,6 @@ class DecodingModels:
         self.target.prefill(sequence.target, prompt[:-1], on_chunk, start, self.hidden_states)
         # weights that are streamed are read for the prompt's last part and the first step at once
         sequence.num_read = start if self.target.stream else prompt.numel() - 1
-
-    def _reserve(self, capacity: int, max_size: int) -> None:
-        """Reserve `capacity` slots, and memory for the hidden states of `max_size` nodes."""
-        sequence, drafter, target = self.sequence, self.drafter, self.target
-        sequence.reserve(capacity, target.new_cache, drafter.new_cache if drafter else None)
-        if drafter and drafter.aux_hidden_state_layers:
-            width = len(drafter.aux_hidden_state_layers) * target.config.hidden_size
-            sequence.reserve_rows("aux_hidden_states", max_size, (width,), target.dtype)
-        if self.graphs:
-            sequence.note_weight_memory([model.weight_memory() for model in self.models])
 
     @property
     def max_children(self) -> int:
@@ -206,11 +209,11 @@ class DecodingModels:
             )
 
 
-def drafter_of(draft: Any, vocabulary: int, d2t: Tensor | None) -> Drafter:
+def drafter_of(
+    draft: LoadedModel | HiddenStateDraft, vocabulary: int, d2t: Tensor | None
+) -> Drafter:
     """The drafter of the class that suits a draft. `vocabulary`, `d2t`: see `Drafter`."""
-    drafter: Any = DFlashDrafter
     if isinstance(draft, LoadedModel):
-        drafter = LanguageModelDrafter
-    elif draft.drafting.drafts_by_level:
-        drafter = EagleDrafter
+        return LanguageModelDrafter(draft, vocabulary, d2t)
+    drafter = EagleDrafter if draft.drafting.drafts_by_level else DFlashDrafter
     return drafter(draft, vocabulary, d2t)

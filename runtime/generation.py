@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.text import NewText, text_ids
 
-Criterion = Callable[[Tensor, Any], Tensor | bool]
+Criterion = Callable[[Tensor, None], Tensor | bool]
 """A stopping criterion of transformers."""
+Prompt = str | Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, object]
+"""Text, token ids [n] or [1, n], or what a tokenizer returns."""
 WITHOUT_EFFECT = ("input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep")
 """Inputs of a model's `forward` that are checked elsewhere, or do not change what is generated."""
 
@@ -111,7 +113,7 @@ class Ending:
         max_tokens_in_context: int,
         end_tokens: set[int],
         criteria: Sequence[Criterion],
-        text: NewText | None = None,
+        text: NewText | None,
     ) -> None:
         self.sequence, self.end_tokens, self.criteria = list(prompt), end_tokens, criteria
         self.text, self.known = text, ""
@@ -123,8 +125,7 @@ class Ending:
         for count, token in enumerate(tokens, 1):
             self.sequence.append(token)
             self.known += self.text.add([token]) if self.text else ""
-            reason = self._reason(token)
-            if reason:
+            if reason := self._reason(token):
                 return list(tokens[:count]), reason
         return list(tokens), ""
 
@@ -148,12 +149,12 @@ class Session:
     Whatever else the decoder generates meanwhile is right, too; the text is then read again.
     """
 
-    def __init__(self, decoder: Any, prompt: Any = ()) -> None:
+    def __init__(self, decoder: Any, prompt: Prompt) -> None:
         self.decoder, self.ids = decoder, list[int]()
         if len(prompt):
             self.say(prompt)
 
-    def say(self, prompt: Any) -> None:
+    def say(self, prompt: Prompt) -> None:
         """Add text or token ids; they are read when the text is continued."""
         tokenizer = self.decoder.tokenizer
         if isinstance(prompt, str) and tokenizer is not None and self.ids:
@@ -174,7 +175,9 @@ class Session:
         del self.ids[len(self.ids) - count :]
 
 
-def whole_number(name: str, value: Any, least: int = 0, most: int | None = None) -> int | None:
+def whole_number(
+    name: str, value: SupportsIndex | None, least: int = 0, most: int | None = None
+) -> int | None:
     """An argument as a whole number from `least` to `most`, or None; else ArgumentError."""
     if value is None:
         return None
@@ -193,26 +196,25 @@ def end_tokens(
 ) -> set[int]:
     """The tokens that end a text: `eos`, else those of the generation config or tokenizer."""
     if eos is None:
-        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
     if isinstance(eos, (Tensor, np.ndarray)):
         eos = eos.tolist()
     tokens = eos if isinstance(eos, Iterable) else () if eos is None else (eos,)
-    return {operator.index(token) for token in tokens}
+    return set(map(operator.index, tokens))
 
 
 def read_prompt(
-    prompt: Any,
+    prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase | None,
     attention_mask: Tensor | None,
     model: LoadedModel,
 ) -> Tensor:
-    """The prompt as int64 [n], from text, token ids [n] or [1, n], or what a tokenizer returns.
-
-    Raises ArgumentError or SequoiaPlanError for anything else, and for masks that hide tokens.
-    """
-    masks, other_inputs = [attention_mask], {}
+    """The prompt as int64 [n]; refuses what is no `Prompt`, and masks that hide tokens."""
+    token_ids: object = prompt
+    masks: list[object] = [attention_mask]
+    other_inputs: Mapping[str, object] = {}
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ArgumentError(
@@ -226,15 +228,15 @@ def read_prompt(
                 f"prompt: character {error.start + 1} is half of one (a lone surrogate); expected "
                 "text"
             ) from error
-        prompt = text_ids(tokenizer, prompt)
-    elif hasattr(prompt, "keys"):
-        other_inputs, prompt = dict(prompt), prompt.get("input_ids")
-        masks.append(other_inputs.get("attention_mask"))
+        token_ids = text_ids(tokenizer, prompt)
+    elif isinstance(prompt, Mapping):
+        other_inputs, token_ids = prompt, prompt.get("input_ids")
+        masks.append(prompt.get("attention_mask"))
     try:
-        ids = torch.as_tensor(prompt)
+        ids = torch.as_tensor(token_ids)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ArgumentError(
-            f"input_ids: found {prompt!r:.60}, expected text or token ids, [tokens] or [1, "
+            f"input_ids: found {token_ids!r:.60}, expected text or token ids, [tokens] or [1, "
             "tokens]; generate_each takes several prompts"
         ) from error
     if ids.numel() == 0:
@@ -273,7 +275,7 @@ def stop_list(
     return strings
 
 
-def check_loaded(target: Any, draft: Any, tree: Any) -> None:
+def check_loaded(target: object, draft: object, tree: object) -> None:
     """Refuse names and files in place of loaded models and of a loaded tree."""
     for name, model in (("target", target), ("draft", draft)):
         if isinstance(model, str) or (model is None and name == "target"):
@@ -287,7 +289,7 @@ def check_loaded(target: Any, draft: Any, tree: Any) -> None:
         )
 
 
-def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: LoadedModel) -> None:
+def refuse_other_inputs(inputs: Mapping[str, object], num_tokens: int, model: LoadedModel) -> None:
     """Raise ArgumentError for a model's input that decoding with a tree would ignore."""
     module = unwrapped(model.module)
     accepted = inspect.signature(module.forward).parameters if module is not None else {}
@@ -304,7 +306,7 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Loade
             is_ignored = any(_entries(value)) or (name in accepted and not is_multimodal)
         else:
             is_input = name in accepted or name.endswith("_embeds")
-            is_ignored = isinstance(value, Tensor) and is_input
+            is_ignored = is_input and isinstance(value, Tensor)
         if is_ignored:  # it may be `position_ids`, which transformers makes of an attention mask
             raise ArgumentError(
                 f"{name}: found {value!s:.60}, expected none, because decoding with a token tree "
@@ -313,6 +315,6 @@ def refuse_other_inputs(inputs: Mapping[str, Any], num_tokens: int, model: Loade
             )
 
 
-def _entries(numbers: Any) -> list[Any]:
+def _entries(numbers: object) -> list[float]:
     """The entries of a tensor, an array or nested lists, one after the other."""
     return torch.as_tensor(numbers).flatten().tolist()

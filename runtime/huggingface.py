@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, StoppingCriteria
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -21,6 +21,7 @@ from sequoia_plan.models.base.forks import renewed_in_forks
 from sequoia_plan.runtime.constraints.grammar import Grammar
 from sequoia_plan.runtime.constraints.logits_processors import Processor, split_at_warpers
 from sequoia_plan.runtime.decoder import SequoiaDecoder
+from sequoia_plan.runtime.decoding_models import Model
 from sequoia_plan.runtime.sampling.sampling import Sampling, verifier_of
 
 SETTING_OF_PROCESSOR = {
@@ -38,10 +39,10 @@ def sequoia(
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: Sequence[Processor] | None = None,
-    stopping_criteria: Sequence[Any] | None = None,
+    stopping_criteria: Sequence[StoppingCriteria] | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    draft: Any = None,
+    draft: Model | None = None,
     tree: TokenTree | None = None,
     text_streamer: Any = None,
     seed: int | None = None,
@@ -141,7 +142,7 @@ def _sampling_of(
     return Sampling(1.0, draft_temperature=sampling.temperature, verifier=verifier), given
 
 
-def _with_own_padding(processor: Any) -> Processor:
+def _with_own_padding(processor: processors.LogitsProcessor) -> Processor:
     """A processor made for a batch of one, whose padding is a tensor [1], for any batch."""
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         processor = copy.copy(processor)
@@ -149,7 +150,7 @@ def _with_own_padding(processor: Any) -> Processor:
     return processor
 
 
-def _decoder_of(model: PreTrainedModel, draft: Any, tree: Any) -> SequoiaDecoder:
+def _decoder_of(model: PreTrainedModel, draft: Model | None, tree: Any) -> SequoiaDecoder:
     """The decoder that the model keeps, if it fits the arguments; else a new one."""
     with _decoder_lock:
         kept_draft, kept_tree, decoder = model.__dict__.get("_sequoia_decoder", (None,) * 3)

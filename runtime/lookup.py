@@ -54,6 +54,5 @@ def look_up(
         matched += agrees
     # the longest match first, and of equal ones the last
     best = torch.where(is_earlier, matched * capacity + slots, -1).argmax(0, keepdim=True)
-    period = (length - best).clamp(min=1)  # tokens after the match until the text ends
-    offsets = torch.arange(chain_length, device=tokens.device) % period
+    offsets = torch.arange(chain_length, device=tokens.device) % (length - best).clamp(min=1)
     return matched[best], tokens[best + 1 + offsets]

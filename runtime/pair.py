@@ -151,8 +151,7 @@ def load_pair(
     if offload:
         offloaded.load_beside(pair.draft)
     elif bits:
-        cost = _cost_of_rounding(pair, target, how)
-        pair = replace(pair, remarks=(*pair.remarks, cost))
+        pair = replace(pair, remarks=(*pair.remarks, _cost_of_rounding(pair, target, how)))
     pair.metadata["target"] = pair.target.metadata()
     if pair.draft is not None:
         pair.metadata["draft"] |= pair.draft.metadata()

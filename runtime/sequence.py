@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +71,7 @@ class SequenceState:
         self.uniforms = torch.zeros(2, dtype=torch.float64, device=device)
         self.generator = torch.Generator(device)
         self.version = 0
-        self.weight_memory: Any = None
+        self.weight_memory: object = None
         self.lock = SequenceLock()
 
     def __reduce__(self) -> tuple[type[SequenceState], tuple[torch.device]]:
@@ -94,7 +93,7 @@ class SequenceState:
             return
         device, kept = self.tokens.device, self.num_read
         tokens, target, draft = self.tokens, self.target, self.draft
-        self.target, self.draft = TreeCache(0, 0, device), TreeCache(0, 0, device)
+        self.target = self.draft = TreeCache(0, 0, device)
         self.forget()
         if not kept:  # free the old memory before the new is allocated
             tokens, target, draft = self.tokens, self.target, self.target
@@ -152,7 +151,7 @@ class SequenceState:
         caches = (*self.target.views(root, size), *self.draft.views(root, size))
         return [self.tokens, self.length, self.lookup_chain, *caches]
 
-    def note_weight_memory(self, memory: Any) -> None:
+    def note_weight_memory(self, memory: object) -> None:
         """Record the addresses of the models' weights; a change is a new `version`."""
         self.version += self.weight_memory not in (None, memory)  # 1 if they moved
         self.weight_memory = memory

@@ -1,13 +1,12 @@
 """One decoding step with a token tree: draft the tree, verify it with the target, commit a path."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
 from sequoia_plan.models.base.tree_tensors import TreeTensors
-from sequoia_plan.models.loaded_model import ForwardOutput
 from sequoia_plan.runtime.constraints.path_logits import Path, paths_of
 from sequoia_plan.runtime.decoding_models import DecodingModels
 from sequoia_plan.runtime.draft.drafter import DraftedTree, Drafter, DraftPass, draw_children
@@ -87,11 +86,13 @@ class TreeStep:
         bits_by_pass = self.random_bits(sampling).split([each.num_parents for each in passes])
         new_nodes = [draft_pass.new_nodes for draft_pass in passes]
         new_slots = (sequence.length + torch.cat(new_nodes)).split([*map(len, new_nodes)])
-        probs, drawn, largest_logits = [], [], []
-        output: ForwardOutput | None = None
+        probs, drawn, largest_logits, output = [], [], [], None
         for draft_pass, slots, bits in zip(passes, new_slots, bits_by_pass, strict=True):
             output = drafter.forward(draft_pass, sequence, columns, output)
-            logits = self.process_draft(draft_pass.parents, output.logits, drafter.d2t)
+            logits = output.logits
+            if sequence.path_logits:  # the text's logits processors change them
+                paths = self.paths(draft_pass.parents)
+                logits = sequence.path_logits.of_draft(paths, logits, drafter.d2t)
             pass_probs, children = draw_children(
                 drafter, draft_pass, logits, sequence, slots, sampling, bits
             )
@@ -110,12 +111,6 @@ class TreeStep:
         if largest_logits:
             sequence.draft.finite.logical_and_(torch.cat(largest_logits).isfinite().all())
         return probs, drawn
-
-    def process_draft(self, nodes: Sequence[int], logits: Tensor, d2t: Tensor | None) -> Tensor:
-        """The draft's logits after `nodes`, as the text's logits processors change them."""
-        if not self.sequence.path_logits:
-            return logits
-        return self.sequence.path_logits.of_draft(self.paths(nodes), logits, d2t)
 
     def process_target(self, logits: Tensor) -> Tensor:
         """The target's logits [size, vocabulary], as the text's logits processors change them."""
@@ -158,8 +153,8 @@ class TreeStep:
             return accepted
         # one tensor, so that one message carries all: the path, one count, one bonus token
         own_result = torch.cat([accepted.path, accepted.count, accepted.bonus])
-        first_result = self.target.backend.from_first(own_result)
-        return AcceptedPath(first_result[:-2], first_result[-2:-1], first_result[-1:])
+        result = self.target.backend.from_first(own_result)
+        return AcceptedPath(result[:-2], result[-2:-1], result[-1:])
 
     def commit(self, accepted: AcceptedPath) -> Tensor:
         """Commit the accepted path to caches, tokens and length.

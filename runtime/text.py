@@ -1,7 +1,6 @@
 """Text as token ids, and new tokens as text, which is the same in results and in streams."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -46,8 +45,8 @@ class NewText:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], options: dict[str, Any],
-        stops: Sequence[str] = (),
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int],
+        options: Mapping[str, object], stops: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.tokenizer, self.options, self.waiting = tokenizer, options, list[int]()
         self.before = TextBefore(())

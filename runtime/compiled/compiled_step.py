@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from sequoia_plan.artifacts import TokenTree
-from sequoia_plan.models.base.cache import round_up
+from sequoia_plan.models.base.cache import TreeCache, round_up
+from sequoia_plan.models.loaded_model import Backend
 from sequoia_plan.models.packed.attention import BLOCK
+from sequoia_plan.models.packed.backend import PackedBackend
 from sequoia_plan.models.packed.forward import INPUTS, ROW_BYTES, UNIT, Reader
 from sequoia_plan.models.packed.largest import BLOCK as SUM_BLOCK
-from sequoia_plan.models.packed.packed_pass import NO_ROWS, NOTHING, PackedPass
+from sequoia_plan.models.packed.packed_pass import NO_ROWS, NOTHING, PackedCache, PackedPass
 from sequoia_plan.models.packed.system import now
 from sequoia_plan.models.packed.tiles import Matrix, aligned_zeros, embedding_of
 from sequoia_plan.models.packed.weights import describe
@@ -30,6 +31,7 @@ from sequoia_plan.runtime.compiled.memory import (
 )
 from sequoia_plan.runtime.compiled.step import decode
 from sequoia_plan.runtime.draft.drafter import Drafter
+from sequoia_plan.runtime.draft.packed_eagle import PackedEagle
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.sequence import CATCH_UP_TOKENS, DRAFT_NOT_FINITE, SequenceState
 
@@ -58,42 +60,41 @@ def tree_of(tree: TokenTree, pass_rows: Sequence[int], pass_draws: Sequence[int]
 class CompiledStep:
     """Steps of a decoder in one call each. Passes read up to `rows` tokens.
 
-    `target`: a `PackedBackend`; that of `drafter` is another, or a `PackedEagle`. `contexts`: the
-    most tokens that the target reads, then those of the draft. `hidden_states`: the layers whose
-    outputs the draft reads.
+    `contexts`: the most tokens that the target reads, then those of the draft. `hidden_states`: the
+    layers whose outputs the draft reads. The parts of `step` that serve a draft are the target's or
+    empty without one.
     """
 
-    tree_of = staticmethod(tree_of)
-
     def __init__(
-        self, target: Any, drafter: Drafter | None, sequence: SequenceState, rows: int,
+        self, target: PackedBackend, drafter: Drafter | None, sequence: SequenceState, rows: int,
         contexts: Sequence[int], hidden_states: Sequence[int],
     ) -> None:  # fmt: skip
         self.workers, self.rows, self.target = target.runner.workers, rows, target
-        self.cache = sequence.target
-        vocabulary, d2t = (drafter.vocabulary, drafter.d2t) if drafter else (0, None)  # the draft's
-        draft, workers = drafter and drafter.backend, self.workers.count
-        self.owners = target.runner, draft and draft.runner  # of weights, whose addresses it has
+        self.cache, workers = sequence.target, self.workers.count
         reader = draft_reader = new_reader(
             target.runner, target.embedding, target.vocabulary, sequence.target, workers, rows,
             contexts[0], hidden_states,
         )  # fmt: skip
-        draft_embedding = target.embedding
-        eagle = draft if draft and draft.traits.reads_features else None
-        if draft:
-            layers, first_inputs = (), 0
-            if eagle:
-                layers, first_inputs = eagle.output_layers, round_up(2 * eagle.runner.width, UNIT)
-            draft_embedding = eagle.embedding(target) if eagle else draft.embedding
+        self.owners = [target.runner]  # of weights, whose addresses it has
+        draft_embedding, eagle = target.embedding, None
+        t2d = d2t = NOTHING  # if both vocabularies are the same
+        if drafter:
+            draft, draft_rows = drafter.backend, max(rows, CATCH_UP_TOKENS + 1)
+            assert isinstance(draft, (PackedBackend, PackedEagle))
+            if isinstance(draft, PackedEagle):
+                eagle, draft_embedding = draft, draft.embedding(target)
+            else:
+                draft_embedding = draft.embedding
             draft_reader = new_reader(
-                draft.runner, draft_embedding, vocabulary, sequence.draft, workers,
-                max(rows, CATCH_UP_TOKENS + 1), contexts[-1], layers, first_inputs,
+                draft.runner, draft_embedding, drafter.vocabulary, sequence.draft, workers,
+                draft_rows, contexts[-1], eagle.output_layers if eagle else (),
+                2 * draft.runner.width if eagle else 0,
             )  # fmt: skip
-        largest_vocabulary = max(target.vocabulary, vocabulary)
-        t2d = own_tokens = NOTHING  # both vocabularies are the same
-        if d2t is not None:
-            t2d, own_tokens = np.full(target.vocabulary, -1), d2t.long().contiguous().numpy()
-            t2d[own_tokens] = np.arange(own_tokens.size)
+            self.owners.append(draft.runner)
+            if drafter.d2t is not None:
+                t2d, d2t = np.full(target.vocabulary, -1), drafter.d2t.long().contiguous().numpy()
+                t2d[d2t] = np.arange(d2t.size)
+        vocabulary = max(reader.vocabulary, draft_reader.vocabulary)
         self.step = Step(
             target=reader, draft=draft_reader, eagle=eagle_of(eagle, sequence.draft, workers, rows),
             tokens=sequence.tokens.numpy(), length=sequence.length.numpy(),
@@ -101,14 +102,13 @@ class CompiledStep:
             draft_embedding=embedding_of(draft_embedding), bits=sequence.bits.numpy(),
             uniforms=sequence.uniforms.numpy(), path=np.zeros(rows, np.int64),
             own_tokens=np.zeros(rows, np.int64), masses=np.zeros(rows),
-            residuals=np.zeros((rows, 4)),
-            sums=np.zeros((workers, -(-largest_vocabulary // SUM_BLOCK))),
+            residuals=np.zeros((rows, 4)), sums=np.zeros((workers, -(-vocabulary // SUM_BLOCK))),
             scratch=np.zeros((1, target.vocabulary), np.float32),
-            probs=np.empty((rows, target.vocabulary), np.float32), t2d=t2d, d2t=own_tokens,
+            probs=np.empty((rows, target.vocabulary), np.float32), t2d=t2d, d2t=d2t,
             output=np.zeros(2 + 2 * rows, np.int64), times=np.zeros(rows + 3),
         )  # fmt: skip
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a decoder gets None, and makes its own."""
         return type(None), ()
 
@@ -127,10 +127,17 @@ class CompiledStep:
         """
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         floats = map(np.float32, (*temperatures, sampling.top_p, sampling.min_p))
-        settings = *floats, sampling.top_k
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
         with self.workers.lock:
-            arguments = decode, self.step, tree, settings, rule, max_match, num_unread
+            arguments = (
+                decode,
+                self.step,
+                tree,
+                (*floats, sampling.top_k),
+                rule,
+                max_match,
+                num_unread,
+            )
             if not self.target.reads_embeddings:
                 self.workers.run(*arguments, parts)
             else:  # the host reads embeddings from a file, and waits for the target's weights
@@ -171,36 +178,37 @@ class CompiledStep:
 
 
 def new_step(
-    target: Any, drafter: Drafter | None, sequence: SequenceState, **sizes: Any
-) -> CompiledStep | None:
+    target: Backend, drafter: Drafter | None, sequence: SequenceState, rows: int,
+    contexts: Sequence[int], hidden_states: Sequence[int],
+) -> CompiledStep | None:  # fmt: skip
     """Steps of compiled models; None if a model cannot be a part of a compiled step.
 
     One with windowed layers cannot, and no EAGLE-3 draft if the host reads the target's embeddings.
-    `sizes`: the other arguments of `CompiledStep`.
     """
-    caches = sequence.target, sequence.draft
-    reads_features = drafter is not None and drafter.backend.traits.reads_features
-    has_windows = any(cache.positions is not None for cache in caches)
-    if has_windows or (reads_features and target.reads_embeddings):
+    assert isinstance(target, PackedBackend)
+    has_windows = any(c.positions is not None for c in (sequence.target, sequence.draft))
+    # only an EAGLE-3 draft reads hidden states
+    if has_windows or (hidden_states and target.reads_embeddings):
         return None
-    return CompiledStep(target, drafter, sequence, **sizes)
+    return CompiledStep(target, drafter, sequence, rows, contexts, hidden_states)
 
 
 def new_reader(
-    runner: PackedPass, embedding: Matrix, vocabulary: int, cache: Any, workers: int, rows: int,
-    context: int, hidden_states: Sequence[int], first_inputs: int = 0,
+    runner: PackedPass, embedding: Matrix, vocabulary: int, cache: TreeCache, workers: int,
+    rows: int, context: int, hidden_states: Sequence[int], first_inputs: int = 0,
 ) -> Reader:  # fmt: skip
     """A model's weights, with memory for passes over `rows` tokens by so many threads.
 
     `context`: the most tokens that it reads. `hidden_states`: layers whose outputs are kept.
     `first_inputs`: inputs of the first layer's attention, if not the width.
     """
+    assert isinstance(cache, PackedCache)
     slots = round_up(cache.capacity + rows, BLOCK)
     integers = partial(np.zeros, dtype=np.int64)
     return runner.new_reader(
         cache, workers, rows, hidden_states, vocabulary,
         **runner.new_scratch(workers, rows, slots),
-        attended_first=np.zeros((rows, first_inputs), np.float32),
+        attended_first=np.zeros((rows, round_up(first_inputs, UNIT)), np.float32),
         positions=integers(rows), slots=integers(rows), tokens=integers(rows),
         read_slots=integers(rows), spans=integers((rows, 2)),
         visible=np.zeros((rows, slots), np.bool_),
@@ -208,7 +216,7 @@ def new_reader(
     )  # fmt: skip
 
 
-def eagle_of(eagle: Any, cache: Any, workers: int, rows: int) -> Eagle:
+def eagle_of(eagle: PackedEagle | None, cache: TreeCache, workers: int, rows: int) -> Eagle:
     """What a `PackedEagle` has beside its layer, with its cache's features; nothing of None."""
     fc, norms, features = NOTHING, NO_ROWS, NO_ROWS
     inputs = row_bytes = outputs = 0
@@ -220,5 +228,5 @@ def eagle_of(eagle: Any, cache: Any, workers: int, rows: int) -> Eagle:
         rows=aligned_zeros((workers, rows, round_up(inputs, UNIT)), np.float32),
         encoded=aligned_zeros((workers, rows * row_bytes)),
         products=np.zeros((rows, round_up(outputs, UNIT)), np.float32),
-        residual_is_normed=int(bool(eagle) and eagle.residual_is_normed),
+        residual_is_normed=int(eagle is not None and eagle.residual_is_normed),
     )  # fmt: skip

@@ -240,17 +240,11 @@ def draw_in_turn(probs, uniforms, tokens):
 
 
 @fast
-def residual_mass(p, q, c, e):
-    """The sum over tokens of max(p - c q - e, 0), the mass of a residual distribution."""
-    total = ZERO
-    for token in range(p.size):
-        left = p[token] - c * q[token] - e
-        total += left if left > 0 else ZERO
-    return total
-
-
-@fast
 def residual_masses(p, q, c, e, masses):
-    """`residual_mass` of each row, into `masses` [rows]."""
+    """Each row's sum over tokens of max(p - c q - e, 0), into `masses` [rows]."""
     for row in range(len(p)):
-        masses[row] = residual_mass(p[row], q[row], c[row], e[row])
+        total = ZERO
+        for token in range(p.shape[1]):
+            left = p[row, token] - c[row] * q[row, token] - e[row]
+            total += left if left > 0 else ZERO
+        masses[row] = total

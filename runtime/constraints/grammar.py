@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +13,7 @@ from sequoia_plan.artifacts import ArgumentError
 from sequoia_plan.runtime.constraints.json_schema import LOOKAHEAD, refuse_unenforced
 from sequoia_plan.runtime.constraints.path_logits import Path
 
-_compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_compilers: WeakKeyDictionary[PreTrainedTokenizerBase, object] = WeakKeyDictionary()
 """xgrammar's compiler for each tokenizer; it has read the whole vocabulary."""
 MAX_BLANKS = 8
 """Blanks in a row between parts of JSON, at most: a model may prefer them to going on."""
@@ -43,7 +42,7 @@ class Grammar:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        json_schema: str | Mapping[str, Any] | None = None,
+        json_schema: str | Mapping[str, object] | None = None,
         regex: str | None = None,
         ebnf: str | None = None,
     ) -> None:
@@ -139,7 +138,7 @@ class Grammar:
         return None
 
 
-def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> object:
     """xgrammar's TokenizerInfo, in which control tokens have no text: no grammar allows them."""
     from xgrammar import TokenizerInfo
 

@@ -36,9 +36,10 @@ ESCAPED = r'["\x00-\x1f]|\\[\\tnrfvxuc0]'
 """What JSON escapes in a string, and xgrammar writes as it is."""
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
 TYPES |= {dict: "object", type(None): "null"}
+Schema = dict[str, Any]  # a JSON schema: values by keyword
 
 
-def refuse_unenforced(schema: Any, root: Any) -> None:
+def refuse_unenforced(schema: object, root: Schema) -> None:
     """Raise ValueError for a part of `schema` that texts might not follow; `root` is the whole."""
     if not isinstance(schema, dict):
         return
@@ -53,7 +54,7 @@ def refuse_unenforced(schema: Any, root: Any) -> None:
             refuse_unenforced(inner_schema, root)
 
 
-def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
+def _unenforced(schema: Schema, root: Schema) -> Iterator[str]:
     """For a message, what xgrammar does not enforce of a schema, apart from the schemas in it."""
     types, ref = _types(schema), schema.get("$ref", "#")
     allowed = {"type", *" ".join(OF_TYPE.get(name, "") for name in types).split()}
@@ -90,7 +91,7 @@ def _unenforced(schema: dict[str, Any], root: Any) -> Iterator[str]:
         yield "multipleOf a fraction, or of numbers"
 
 
-def _types(schema: dict[str, Any]) -> set[str]:
+def _types(schema: Schema) -> set[str]:
     """The types that a schema names, else those that xgrammar infers; "number" has "integer"."""
     inferred = "object" if "properties" in schema else "array" if "items" in schema else []
     types = schema.get("type", inferred)
@@ -98,12 +99,12 @@ def _types(schema: dict[str, Any]) -> set[str]:
     return types | ({"integer"} if "number" in types else set())
 
 
-def _values(schema: dict[str, Any]) -> list[Any]:
+def _values(schema: Schema) -> list[object]:
     """The only values that a schema allows, if it lists them."""
     return [schema["const"]] if "const" in schema else schema.get("enum", [])
 
 
-def _exclude(one: Any, other: Any, root: Any) -> bool:
+def _exclude(one: Schema, other: Schema, root: Schema) -> bool:
     """Is it certain, by types, values or required properties, that no value suits both schemas?"""
     both = _resolved(one, root), _resolved(other, root)
     values, other_values = ({json.dumps(value) for value in _values(schema)} for schema in both)
@@ -123,7 +124,7 @@ def _exclude(one: Any, other: Any, root: Any) -> bool:
     )
 
 
-def _resolved(schema: Any, root: Any) -> Any:
+def _resolved(schema: Schema, root: Schema) -> Schema:
     """The schema that a chain of references (`$ref`: "#/name/name") leads to in `root`."""
     while "$ref" in schema:
         names, schema = schema["$ref"].split("/")[1:], root

@@ -3,7 +3,6 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ class LogitsProcessors:
     """
 
     def __init__(self, processors: Sequence[Processor]) -> None:
-        self.processors, self.text, self.states = processors, list[int](), list[Any]()
+        self.processors, self.text, self.states = processors, list[int](), list[object]()
 
     def begin(self, prompt: Sequence[int], end_tokens: Collection[int]) -> None:
         self.text = list(prompt)
@@ -77,7 +76,7 @@ def path_logits_of(
     return PathLogits(both, target_only, vocabulary)
 
 
-def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> Any:
+def check_repeats(processor: Processor, ids: Tensor, scores: Tensor) -> object:
     """Refuse a processor that counts its calls or keeps what it was given; returns its state."""
     first, state = _in_batches(processor, ids, scores), _state(processor)
     try:
@@ -109,7 +108,7 @@ def _in_batches(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
     return torch.cat([processor(*row) for row in rows])
 
 
-def _state(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+def _state(value: object, seen: frozenset[int] = frozenset()) -> object:
     """A summary that differs if a processor has kept something between two calls.
 
     It covers attributes, containers and closures; of a module, only which one it is.

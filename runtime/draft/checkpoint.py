@@ -98,8 +98,9 @@ def find_checkpoint(source: str) -> Checkpoint | None:
         name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): tensor
         for name, tensor in _read_tensors(folder).items()
     }
-    used = {name: weights[name] for name in weights.keys() - UNUSED_TENSORS}
-    return Checkpoint(source, algorithm or EAGLE1, config, used)
+    for name in UNUSED_TENSORS:
+        weights.pop(name, None)
+    return Checkpoint(source, algorithm or EAGLE1, config, weights)
 
 
 @contextmanager
@@ -129,7 +130,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor], like: Tensor)
         ) from error
 
 
-def _algorithm_of(config: Mapping[str, Any], folder: str) -> str | None:
+def _algorithm_of(config: Mapping[str, object], folder: str) -> str | None:
     """The algorithm that a config.json names; None if it may be a language model's."""
     algorithms, name = ALGORITHM_OF_SPECULATORS_TYPE, config.get("speculators_model_type")
     if name is None:

@@ -17,6 +17,7 @@ from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.base.tree_tensors import TreeTensors
 from sequoia_plan.models.layers.attention import attending
 from sequoia_plan.models.loaded_model import ForwardOutput
+from sequoia_plan.runtime.draft.dflash_model import DFlashModel
 from sequoia_plan.runtime.draft.drafter import DraftPass, HiddenStateDrafter, children_to_draw
 from sequoia_plan.runtime.sequence import SequenceState
 
@@ -24,17 +25,18 @@ from sequoia_plan.runtime.sequence import SequenceState
 class DFlashDrafter(HiddenStateDrafter):
     """A DFlash draft as a drafter (see `Drafter`)."""
 
+    model: DFlashModel
+
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
         """The one pass, with a row of logits for each node that has children.
 
         Where logits depend on the parent's token, it is an entry for each level, so that a level's
         tokens are drawn before the next one's logits; only the first entry runs the model.
         """
-        levels = range(tree.num_drafted_levels)
-        parents_of_draws = [tree.nodes_with_children(level) for level in levels]
+        parents_of_draws = [*map(tree.nodes_with_children, range(tree.num_drafted_levels))]
         if not self.model.path_head:
             parents_of_draws = [np.concatenate(parents_of_draws)]
-        passes: list[DraftPass] = []
+        passes = list[DraftPass]()
         for parents in parents_of_draws:
             nodes = torch.as_tensor(parents, dtype=torch.long, device=tensors.nodes.device)
             fields = children_to_draw(tree, parents, nodes.device)
@@ -46,9 +48,9 @@ class DFlashDrafter(HiddenStateDrafter):
     def block_pass(self, tensors: TreeTensors, logit_rows: Tensor, **fields: Any) -> DraftPass:
         """A pass over a block, the root and mask tokens; `logit_rows`: its parents' levels."""
         block = torch.arange(self.model.block.size, device=tensors.nodes.device)
-        no_mask = tensors.mask[:0]  # `forward` makes the mask of a block
-        fields = {"input_slots": block, **fields}
-        return DraftPass(offsets=block, mask=no_mask, logit_rows=logit_rows, **fields)
+        # `forward` makes the mask of a block
+        fields = {"input_slots": block, "mask": tensors.mask[:0], **fields}
+        return DraftPass(offsets=block, logit_rows=logit_rows, **fields)
 
     def representative_pass(self, tensors: TreeTensors) -> tuple[DraftPass, ForwardOutput | None]:
         """A pass to be timed, which takes as long with every tree; it reads no earlier pass (None).
@@ -67,8 +69,7 @@ class DFlashDrafter(HiddenStateDrafter):
 
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache of so many slots, and of those of a block after the last token."""
-        slots = capacity + self.model.block.size
-        return TreeCache(self.model.cache_layout(), slots, self.model.device)
+        return self.model.new_cache(capacity + self.model.block.size, counts_positions=False)
 
     def forward(
         self,
@@ -79,7 +80,9 @@ class DFlashDrafter(HiddenStateDrafter):
     ) -> ForwardOutput:
         """The logits of the pass's children; the model runs only if there is no `previous`."""
         head, length, block = self.model.path_head, sequence.length, self.model.block
-        if previous is None:
+        if previous:
+            (by_level,) = previous.later
+        else:
             slots, extent = length + draft_pass.offsets, columns.numel() + block.size
             is_root = draft_pass.offsets == 0
             tokens = torch.where(is_root, sequence.tokens[length], block.mask_token)[None]
@@ -89,8 +92,6 @@ class DFlashDrafter(HiddenStateDrafter):
                 hidden_states = self.model(tokens, slots[None], masks, cache)[0]
             logits = self.model.head(hidden_states)[:, : self.vocabulary]
             by_level = head.prepare(logits, hidden_states) if head else (logits,)
-        else:
-            (by_level,) = previous.later
         by_parent = [tensor[draft_pass.logit_rows] for tensor in by_level]
         if not head:
             return ForwardOutput(by_parent[0])

@@ -122,7 +122,7 @@ class DraftBlock:
     mask_token: int
     from_root: bool = False
     causal_layer_types: frozenset[str] = frozenset()
-    window_from_root: bool = False
+    window_from_root: bool = False  # it ends before the root, else with each token
     conv_kernel_size: int = 0
     conv_group_size: int = 1
     selector_rank: int = 0
@@ -146,7 +146,7 @@ class DFlashModel(HiddenStateDraft):
         self.fc = nn.Linear(self.states_width, width, bias=False)
         self.hidden_norm, self.norm = self.new_norm(width), self.new_norm(width)
         if block.conv_kernel_size:
-            self.layer_class: Any = partial(
+            self.layer_class = partial(
                 ConvolvedLayer, taps=block.conv_kernel_size, group=block.conv_group_size
             )
         self.layers = self.new_layers()
@@ -192,10 +192,8 @@ class DFlashModel(HiddenStateDraft):
             causal = layer_type in self.block.causal_layer_types
             visible = slots <= block_slots if causal else whole_block
             if layer_type == WINDOWED and self.window is not None:
-                if self.block.window_from_root:  # so many tokens before the root, and the block
-                    visible = visible & (slots >= length - self.window)
-                else:  # so many tokens up to each token, itself included
-                    visible = visible & (slots > block_slots - self.window)
+                end = length if self.block.window_from_root else block_slots + 1
+                visible = visible & (slots >= end - self.window)  # what is after `end`, too
             masks[layer_type] = additive_mask(visible, self.dtype)[None, None]
         return masks
 

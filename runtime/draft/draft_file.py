@@ -44,7 +44,7 @@ def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> L
     return draft
 
 
-def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, Any]) -> None:
+def save_draft(draft: LlamaForCausalLM, path: str | Path, metadata: dict[str, object]) -> None:
     """Write a draft of `build_draft`, in 8 bits; `metadata` (JSON) says how it was made."""
     tensors = {D2T_KEY: draft.d2t.to(torch.int32)}
     for name, weight in draft.state_dict().items():
@@ -90,8 +90,8 @@ def save_as_folder(
 def unlikely_row(draft: LlamaForCausalLM) -> Tensor:
     """A head's row for tokens that the draft lacks, where a head must have rows for all tokens.
 
-    The mean of the rows that are least likely on average, so it is almost never drawn. Any tokens
-    serve as text: those that the draft has, in their order. float [width].
+    The mean of the rows that are least likely on average, so it is almost never drawn. The draft's
+    own tokens, in their order, serve as text. float [width].
     """
     num_texts = min(draft.d2t.numel() // SAMPLE_TEXT_TOKENS, SAMPLE_TEXTS)
     sample = draft.d2t[: num_texts * SAMPLE_TEXT_TOKENS]

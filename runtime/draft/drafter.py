@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_plan.artifacts import Drafting, TokenTree
+from sequoia_plan.artifacts.tree import IntArray
 from sequoia_plan.models.base.cache import TreeCache
 from sequoia_plan.models.base.tree_tensors import TreeTensors
-from sequoia_plan.models.loaded_model import ForwardOutput
+from sequoia_plan.models.loaded_model import Backend, ForwardOutput, LoadedModel
+from sequoia_plan.runtime.draft.hidden_state_draft import HiddenStateDraft
 from sequoia_plan.runtime.sampling.sampling import Sampling
 from sequoia_plan.runtime.sequence import SequenceState
+
+if TYPE_CHECKING:  # it needs numba
+    from sequoia_plan.runtime.draft.packed_eagle import PackedEagle
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,14 @@ class Drafter(Protocol):
     each of these, None if they are the same.
     """
 
-    model: Any
+    model: LoadedModel | HiddenStateDraft
     drafting: Drafting
     vocabulary: int
     d2t: Tensor | None
     aux_hidden_state_layers: tuple[int, ...] = ()
     notes_finite: bool = True
     """Does each pass note in its cache whether its logits are finite?"""
-    backend: Any
+    backend: Backend | HiddenStateDraft | PackedEagle
     """What runs its passes."""
 
     def passes(self, tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
@@ -145,8 +149,9 @@ class Drafter(Protocol):
         tokens are known. `slots` int64 [positions]; `levels`: of each position (see `steps_of`);
         `aux_hidden_states` [positions, width]. Returns float32 [positions, vocabulary].
         """
-        assert aux_hidden_states is not None
-        chain = TokenTree.chain(min(max(0, *levels) + 2, self.model.drafting.max_depth))
+        max_depth = self.drafting.max_depth
+        assert aux_hidden_states is not None and max_depth is not None
+        chain = TokenTree.chain(min(max(0, *levels) + 2, max_depth))
         tensors = TreeTensors.of(chain, slots.device, self.model.dtype)
         # while a step is drafted, the sequence is as long as the text before its root
         length, passes = sequence.length.clone(), self.passes(chain, tensors)
@@ -186,12 +191,14 @@ class Drafter(Protocol):
 class HiddenStateDrafter(Drafter):
     """What drafters with models of `HiddenStateDraft` have in common."""
 
-    def __init__(self, model: Any, vocabulary: int, d2t: Tensor | None) -> None:
+    model: HiddenStateDraft
+    backend: HiddenStateDraft | PackedEagle
+
+    def __init__(self, model: HiddenStateDraft, vocabulary: int, d2t: Tensor | None) -> None:
         self.model, self.vocabulary, self.d2t = model, vocabulary, d2t
-        self.backend = model.backend
-        self.notes_finite = model.backend.notes_finite
+        self.backend, self.drafting = model.backend, model.drafting
+        self.notes_finite = self.backend.notes_finite
         self.aux_hidden_state_layers = model.aux_hidden_state_layers
-        self.drafting = model.drafting
 
 
 def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -199,7 +206,7 @@ def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
 
     A position of level -1, which no step drafts, is a range of its own.
     """
-    starts = [position for position, level in enumerate(levels) if level <= 0]
+    starts = (position for position, level in enumerate(levels) if level <= 0)
     return itertools.pairwise([*starts, len(levels)])
 
 
@@ -209,11 +216,11 @@ def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, .
     Each pass reads the parents of the next level, and gives a row of logits for each parent. Where
     the spine is looked up, its node on a level is the first of them.
     """
-    passes: list[DraftPass] = []
+    passes = []
     for level in range(tree.num_drafted_levels):
         parents = tree.nodes_with_children(level)
         nodes = torch.as_tensor(parents, dtype=torch.long, device=tensors.nodes.device)
-        parent_rows: Tensor | None = None
+        parent_rows = None
         if level:
             rows = np.searchsorted(tree.nodes_with_children(level - 1), tree.parents[parents])
             parent_rows = torch.as_tensor(rows, device=nodes.device)
@@ -238,9 +245,7 @@ def distinct_slots(length: Tensor, slots: Tensor) -> Tensor:
     return slots.where(slots >= 0, length - slots)  # -1 becomes the slot after the root's
 
 
-def children_to_draw(
-    tree: TokenTree, parents: NDArray[Any], device: torch.device
-) -> dict[str, Any]:
+def children_to_draw(tree: TokenTree, parents: IntArray, device: torch.device) -> dict[str, Any]:
     """The fields of a `DraftPass` on the children that it draws: all but those that are looked up.
 
     `parents` int [parents]: the nodes whose children these are, in order.
@@ -248,7 +253,7 @@ def children_to_draw(
     nodes = np.flatnonzero(np.isin(tree.parents, parents))
     rows = np.searchsorted(parents, tree.parents[nodes])
     ranks, num_draws = tree.ranks[nodes] - 1, 0
-    looked_up: Tensor | None = None
+    looked_up = None
     if tree.looks_up:
         is_on_spine = tree.classes[nodes] == 0  # a first child, which is not drawn
         if is_on_spine.any():

@@ -47,11 +47,13 @@ class EagleDrafter(HiddenStateDrafter):
         `features` [capacity + 1, width], which are made of the target's hidden states: row s
         has that of the token before slot s, with which the token in slot s is read.
         """
-        window, device = self.model.window, self.model.device
+        window = self.model.window
         windowed = window is not None and window < capacity
         cache = self.backend.new_cache(capacity, counts_positions=windowed)
         shape = (capacity + 1, self.model.feature_width)
-        cache.features = torch.zeros(shape, dtype=self.backend.feature_dtype, device=device)
+        cache.features = torch.zeros(
+            shape, dtype=self.backend.feature_dtype, device=self.model.device
+        )
         return cache
 
     def forward(
@@ -66,11 +68,9 @@ class EagleDrafter(HiddenStateDrafter):
         The first pass reads committed tokens, whose features are recorded, and later passes read
         nodes, whose features are the hidden states of their parents in the previous pass.
         """
-        cache = sequence.draft
-        passes = (draft_pass, *draft_pass.later)
-        inputs_by_pass: Sequence[Sequence[Tensor]] = previous.later if previous else ()
-        # made at once for all passes of a step, in the first
-        inputs_by_pass = inputs_by_pass or self._inputs(passes, sequence, columns, previous is None)
+        cache, inputs_by_pass = sequence.draft, previous.later if previous else ()
+        if not inputs_by_pass:  # made at once for all passes of a step, in the first
+            inputs_by_pass = self._inputs(draft_pass, sequence, columns, previous is None)
         (read_slots, *inputs), *later = inputs_by_pass
         if previous is None:
             features = cache.features[read_slots]
@@ -82,24 +82,25 @@ class EagleDrafter(HiddenStateDrafter):
         return ForwardOutput(logits[:, : self.vocabulary], outputs, later)
 
     def _inputs(
-        self,
-        passes: Sequence[DraftPass],
-        sequence: SequenceState,
-        columns: Tensor,
-        is_first: bool,
+        self, first: DraftPass, sequence: SequenceState, columns: Tensor, reads_committed: bool
     ) -> list[Sequence[Tensor]]:
-        """Of each pass, the slots whose tokens it reads, then `rows` of `HiddenStateDraft.read`."""
+        """Of each pass, the slots whose tokens it reads, then `rows` of `HiddenStateDraft.read`.
+
+        `reads_committed`: `first` reads committed tokens, the root last; other passes read nodes.
+        """
+        passes = (first, *first.later)
         widths = [draft_pass.input_slots.numel() for draft_pass in passes]
         slots = sequence.length + torch.cat([draft_pass.input_slots for draft_pass in passes])
+        positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
         # short texts have fewer committed tokens than the first pass reads: token 0 stands for them
         read_slots, slots = slots.clamp(min=0), distinct_slots(sequence.length, slots)
-        positions = sequence.length + torch.cat([draft_pass.offsets for draft_pass in passes])
-        extent, masks = columns.numel(), []
-        if is_first:
-            masks.append(_mask_of_committed(read_slots[: widths[0]], extent, passes[0].mask.dtype))
-        if node_masks := [draft_pass.mask for draft_pass in passes[is_first:]]:
-            columns[0] = node_masks[0].shape[1] - 1  # visible to no node: token 0 has no feature
-            masks += torch.cat(node_masks).index_select(1, columns).split(widths[is_first:])
+        masks = []
+        if reads_committed:
+            slots_of_first = read_slots[: widths[0]]
+            masks.append(_mask_of_committed(slots_of_first, columns.numel(), first.mask.dtype))
+        if node_masks := [draft_pass.mask for draft_pass in passes[reads_committed:]]:
+            columns[0] = first.mask.shape[1] - 1  # visible to no node: token 0 has no feature
+            masks += torch.cat(node_masks).index_select(1, columns).split(widths[reads_committed:])
         return self._split_by_pass(masks, widths, read_slots, slots, positions)
 
     def _split_by_pass(

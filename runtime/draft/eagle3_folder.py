@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -22,7 +21,7 @@ def write_eagle3(
     weights: Mapping[str, Tensor],
     d2t: Tensor,
     norm_before_residual: bool,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     in_8_bits: bool,
 ) -> None:
     """Write config.json and model.safetensors of an EAGLE-3 draft of one layer.

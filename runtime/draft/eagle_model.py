@@ -5,7 +5,7 @@ made of the target's hidden states (`features_of`); below the root of a tree, a 
 draft's own output for its parent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Eagle3Norms:
 class EagleModel(HiddenStateDraft):
     """What the models have in common. `run` makes each row's output of embedding and feature."""
 
-    run: Any
+    run: Callable[..., Tensor]
 
     def forward(
         self,
@@ -61,11 +61,10 @@ class Eagle3(EagleModel):
         self.input_norm = self.new_norm(self.states_width) if norms.before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if norms.each_before_fc:
-            state_width = self.target.config.hidden_size
-            norms_of_states = [self.new_norm(state_width) for _ in self.aux_hidden_state_layers]
-            self.fc_norm = nn.ModuleList(norms_of_states)
+            widths = [self.target.config.hidden_size] * len(self.aux_hidden_state_layers)
+            self.fc_norm = nn.ModuleList(map(self.new_norm, widths))
         self.layers = self.new_layers()
-        first: Any = self.layers[0]
+        first = self.layers[0]
         first.hidden_norm = self.new_norm(width)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(first.self_attn, name)
@@ -82,9 +81,8 @@ class Eagle3(EagleModel):
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states)
         if self.fc_norm is not None:
-            by_layer = hidden_states.chunk(len(self.fc_norm), -1)
-            normed = [norm(states) for norm, states in zip(self.fc_norm, by_layer, strict=True)]
-            hidden_states = torch.cat(normed, -1)
+            by_layer = zip(self.fc_norm, hidden_states.chunk(len(self.fc_norm), -1), strict=True)
+            hidden_states = torch.cat([norm(states) for norm, states in by_layer], -1)
         return self.fc(hidden_states)
 
     def head(self, hidden_states: Tensor) -> Tensor:
@@ -92,10 +90,11 @@ class Eagle3(EagleModel):
         return super().head(hidden_states if self.norms.output else self.norm(hidden_states))
 
     def run(
-        self, embedded: Tensor, features: Tensor, angles: Any, masks: Any, cache: Any
-    ) -> Tensor:
+        self, embedded: Tensor, features: Tensor, angles: tuple[Tensor, Tensor],
+        masks: Mapping[str, Tensor], cache: TreeCache | None,
+    ) -> Tensor:  # fmt: skip
         """The first layer attends to embedding and feature; the residual stream has the feature."""
-        first: Any = self.layers[0]
+        first: Any = self.layers[0]  # of transformers, or fused
         normed = first.hidden_norm(features)
         attended, _ = first.self_attn(
             hidden_states=torch.cat([first.input_layernorm(embedded), normed], -1),
@@ -125,8 +124,7 @@ class Eagle1(EagleModel):
         width = self.config.hidden_size
         self.fc = nn.Linear(width + self.states_width, width, bias=bias)
         self.layers = self.new_layers()
-        first: Any = self.layers[0]
-        first.input_layernorm = nn.Identity()
+        self.layers[0].input_layernorm = nn.Identity()
 
     def run(self, embedded: Tensor, features: Tensor, *inputs: Any) -> Tensor:
         """Each row's output: plain layers over one vector made of embedding and feature."""

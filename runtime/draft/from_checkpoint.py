@@ -215,7 +215,7 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tup
     keys = LAYER_IDS[checkpoint.algorithm][checkpoint.from_speculators]
     layer_ids = {
         name: value
-        for name, value in _by_dotted_name(checkpoint.config)
+        for name, value in _by_path(checkpoint.config)
         if LIKE_LAYER_IDS.search(name.rpartition(".")[2]) and value is not None
     }
     if unknown_keys := sorted(layer_ids.keys() - keys):
@@ -245,12 +245,12 @@ def _aux_hidden_state_layers(checkpoint: Checkpoint, target: LoadedModel) -> tup
     return tuple(number + shift for number in ids)
 
 
-def _by_dotted_name(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _by_path(section: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """The names and values of all settings, those in sections under names like "section.key"."""
     for name, value in section.items():
         yield prefix + name, value
         if isinstance(value, Mapping):
-            yield from _by_dotted_name(value, f"{prefix}{name}.")
+            yield from _by_path(value, f"{prefix}{name}.")
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -260,7 +260,9 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     is_block_draft = checkpoint.algorithm in BLOCK_DRAFTS
     section_name = "dflash_config" if is_block_draft else "eagle_config"
-    allowed: Mapping[str, Any] = BLOCK_SETTINGS if is_block_draft else EAGLE3_SETTINGS
+    allowed: Mapping[str, tuple[object, ...]] = (
+        BLOCK_SETTINGS if is_block_draft else EAGLE3_SETTINGS
+    )
     if checkpoint.algorithm == EAGLE1:
         allowed = {}
     section = checkpoint.config.get(section_name) or {}
@@ -317,7 +319,7 @@ def _draft_block(
     )
 
 
-def _causal_layer_types(settings: Mapping[str, Any], checkpoint: Checkpoint) -> frozenset[str]:
+def _causal_layer_types(settings: Mapping[str, object], checkpoint: Checkpoint) -> frozenset[str]:
     """The types of layers in which a token of a DFlash block attends to those up to itself.
 
     Without a setting, these are the layers with a window.
@@ -331,6 +333,6 @@ def _causal_layer_types(settings: Mapping[str, Any], checkpoint: Checkpoint) -> 
     return frozenset([FULL, WINDOWED]) if is_causal else frozenset()
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
+def _is_int(value: object) -> TypeGuard[int]:
     """Is `value` a whole number? JSON's true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)

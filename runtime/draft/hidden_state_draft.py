@@ -1,7 +1,7 @@
 """What drafts that read the target's hidden states have in common: own weights and passes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from sequoia_plan.models.loaded_model import LoadedModel, Traits
 from sequoia_plan.models.module_state import Watch, check_mode, weight_memory, weights
 from sequoia_plan.models.parallel import is_on_one_cuda_device
 
+if TYPE_CHECKING:  # it needs numba
+    from sequoia_plan.runtime.draft.packed_eagle import PackedEagle
+
 CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name under which the layers of all drafts take their cache, of transformers and fused."""
 
@@ -42,16 +45,16 @@ LAYER_CLASSES = {
 class HiddenStateDraft(nn.Module):
     """A draft's own weights. Embeddings and output head are the target's where it has none.
 
-    `d2t` int64 [draft vocabulary]. `compiled` runs its passes if they are; `recorded` is
-    what profiles record of it if its layers were fused. `version` grows with each change of the
-    weights that was noticed. With `notes_finite`, each pass notes in its cache whether its logits
-    are finite.
+    `d2t` int64 [draft vocabulary]. `compiled` runs its passes if they are; `recorded` is what
+    profiles record of it if its layers were fused. `version` grows with each change of the weights
+    that was noticed. `notes_finite`: see `Drafter`.
     """
 
     d2t: Tensor | None
+    layers: nn.ModuleList
     drafting: Drafting = EAGLE_DRAFT
-    compiled: Any = None
-    recorded: dict[str, Any] | None = None
+    compiled: "PackedEagle | None" = None
+    recorded: dict[str, object] | None = None
     version = 0
     notes_finite, traits = False, Traits(reads_features=True)
 
@@ -68,8 +71,7 @@ class HiddenStateDraft(nn.Module):
         config._attn_implementation = "sdpa"
         self.config, self.target, self.watch = config, target, Watch(weights)
         self.aux_hidden_state_layers = aux_hidden_state_layers
-        width = config.hidden_size
-        self.feature_width = width
+        self.feature_width = width = config.hidden_size
         self.states_width = len(aux_hidden_state_layers) * target.config.hidden_size
         if config.model_type in LAYER_CLASSES:  # an MTP head's layer is of the target's kind
             _, self.layer_class, self.norm_class, rotary_class = LAYER_CLASSES[config.model_type]
@@ -106,7 +108,7 @@ class HiddenStateDraft(nn.Module):
         return self.dtype
 
     @property
-    def backend(self) -> Any:
+    def backend(self) -> "HiddenStateDraft | PackedEagle":
         """What runs its passes: itself, unless they are compiled."""
         return self.compiled or self
 
@@ -124,7 +126,7 @@ class HiddenStateDraft(nn.Module):
             self.recorded = fused(self, FUSED)
         return remarks
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """Digest, content, dtype, parameters and placement, as profiles record them."""
         if self.compiled:
             return self.compiled.metadata()
@@ -230,8 +232,8 @@ class HiddenStateDraft(nn.Module):
         first_layer: int = 0,
     ) -> Tensor:
         """Run its layers from `first_layer` on. `hidden_states` [batch, tokens, hidden size]."""
-        layers: Any = self.layers
-        for layer, layer_type in list(zip(layers, self.layer_types, strict=True))[first_layer:]:
+        layers = list(zip(self.layers, self.layer_types, strict=True))
+        for layer, layer_type in layers[first_layer:]:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[layer_type],

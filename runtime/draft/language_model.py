@@ -1,7 +1,6 @@
 """Drafting with a language model, one pass a level, with a KV cache of its own."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +84,7 @@ class LanguageModelDrafter(Drafter):
         )
         return ForwardOutput(output.logits[:, : self.vocabulary])
 
-    def logits_over_text(self, sequence: SequenceState, slots: Tensor, *_: Any) -> Tensor:
+    def logits_over_text(self, sequence: SequenceState, slots: Tensor, *_: object) -> Tensor:
         """See `Drafter`; a language model's logits do not depend on the level."""
         tokens, extent = sequence.tokens[slots], int(slots[-1]) + 1
         logits = self.model.read_text(sequence.draft, tokens, slots, extent).logits

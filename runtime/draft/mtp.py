@@ -126,7 +126,7 @@ class MtpDraft(HiddenStateDraft):
         committed tokens, one after the other.
         """
         embedded, width = self.embed(tokens), self.config.hidden_size
-        outputs: list[Tensor] = []
+        outputs = list[Tensor]()
         features_by_head = features.split(width, -1)
         level = self.num_heads - len(features_by_head)
         for number, feature in enumerate(features_by_head, level):
@@ -183,7 +183,7 @@ def build_mtp(model: LoadedModel, heads: Sequence[dict[str, Tensor]]) -> MtpDraf
     it does for the target.
     """
     config = copy.deepcopy(model.config)
-    target_class: Any = type(model.module)
+    target_class = type(model.module)
     if model.module is None:
         target_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # what numbers the target's layers does not number these

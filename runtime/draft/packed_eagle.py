@@ -45,10 +45,10 @@ class PackedEagle:
     def weight_memory(self) -> tuple[tuple[int, int], ...]:
         return self.draft.weight_memory()
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         return module_metadata(self.draft) | {"placement": "compiled", "weights": "Q8_0"}
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> dict[str, object]:
         """For pickle and copies: the copy of the draft, whose weights `check` packs."""
         return {"draft": self.draft, "version": self.version}
 

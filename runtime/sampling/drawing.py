@@ -92,7 +92,7 @@ def in_turn(probs: Tensor, count: int, bits: Tensor) -> Tensor:
 def in_turn_by_tensors(probs: Tensor, uniforms: Tensor) -> Tensor:
     """`in_turn` by tensor operations, from `uniforms` float64 [nodes, count] in [0, 1)."""
     probs_left, is_left = probs.double(), torch.ones_like(probs, dtype=torch.float64)
-    tokens: list[Tensor] = []
+    tokens = []
     for uniform in uniforms.split(1, 1):
         has_mass = probs_left.sum(-1, keepdim=True) > 0
         tokens.append(draw_tokens(probs_left.where(has_mass, is_left), uniform))

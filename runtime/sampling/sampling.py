@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +75,7 @@ FIXED_POINT = 1 << 50
 """1.0 as a whole number, where probabilities are added as whole numbers."""
 
 
-def not_followed(config: GenerationConfig, has_processors: bool = False) -> dict[str, Any]:
+def not_followed(config: GenerationConfig, has_processors: bool = False) -> dict[str, object]:
     """The settings of a GenerationConfig that are on and not followed, each with its off value."""
     off_values = OFF_VALUES if has_processors else OFF_VALUES_OF_PROCESSORS | OFF_VALUES
     return {
@@ -182,11 +181,11 @@ class Sampling:
         drawing = MOST_PROBABLE if self.greedy else DRAWING_OF_VERIFIER[self.verifier]
         return drawing.on(device)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Every setting by name, as profiles and trees record it."""
         return asdict(self)
 
-    def for_transformers(self) -> dict[str, Any]:
+    def for_transformers(self) -> dict[str, object]:
         """The same sampling as arguments of transformers' `generate`."""
         if self.greedy:
             return {"do_sample": False}

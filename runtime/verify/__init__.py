@@ -29,7 +29,6 @@ __all__ = [
     "AcceptedPath",
     "DrawnTree",
     "TreeIndex",
-    "Verifier",
     "greedy",
     "sample_path",
     "verify",

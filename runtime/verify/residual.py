@@ -61,40 +61,41 @@ class Residual:
         """
         all_probs = tree.target_probs(order.nodes)
         probs = tree.without_looked_up(all_probs, order.nodes)
-        looked_up = None if tree.looked_up is None else tree.looked_up[order.nodes]
         q = tree.draft_probs.index_select(0, order.draft_rows)  # [inner nodes, draft vocabulary]
-        children = tree.drawn.index_select(0, order.draft_rows)
-        p = tree.covered(probs)
-        p_mass = p.sum(-1)
-        uncovered_mass = torch.zeros_like(p_mass)
-        if tree.d2t is not None:
-            uncovered_mass = (probs.sum(-1) - p_mass).clamp_(min=0)
-        has_drawn_child = order.has_child
-        if looked_up is not None:
-            has_drawn_child = has_drawn_child.clone()
-            has_drawn_child[:, 0] &= looked_up < 0
+        children = tree.drawn.index_select(0, order.draft_rows)  # [inner nodes, branching]
+        num_undrawn = q.shape[1] - torch.arange(children.shape[1], device=q.device, dtype=q.dtype)
+        p, has_draw, looked_up = tree.covered(probs), order.has_child, None
+        if tree.looked_up is not None:
+            looked_up = tree.looked_up[order.nodes]
+            has_draw = has_draw.clone()
+            has_draw[:, 0] &= looked_up < 0
             # a child that is looked up has no draw: another child's stands in its column
             children[:, 0] = torch.where(
-                has_drawn_child[:, 0], children[:, 0], children[:, min(1, children.shape[1] - 1)]
+                has_draw[:, 0], children[:, 0], children[:, min(1, children.shape[1] - 1)]
             )
+            if tree.d2t is not None:  # it does not count as drawn if the draft lacks it
+                is_in_draft = (looked_up[:, None] == tree.d2t).any(-1)
+                num_undrawn = num_undrawn + ((looked_up >= 0) & ~is_in_draft)[:, None]
+        # D is q over the mass that is left, and uniform once q has no token left
         q_at_children = q.gather(1, children)
         if removes_rejected:
-            masses = _undrawn_masses(q, q_at_children, children, has_drawn_child)
+            masses = _undrawn_masses(q, q_at_children, children, has_draw)
         else:
             masses = q.sum(-1, keepdim=True).expand_as(q_at_children)
-        is_exhausted = masses <= 0  # q has no token left, so D is uniform over those not drawn
-        ranks = torch.arange(children.shape[1], device=q.device, dtype=q.dtype)
-        num_undrawn = (q.shape[1] - ranks).expand_as(masses)
-        if looked_up is not None:  # `ranks` counts it as drawn, but the draft may lack it
-            num_undrawn = num_undrawn + _not_in_draft(looked_up, tree.d2t)[:, None]
+        is_exhausted = masses <= 0
         inverse_d = torch.where(q_at_children > 0, masses / _positive(q_at_children), 0.0)
         inverse_d = torch.where(is_exhausted, num_undrawn, inverse_d)
-        q_factor = torch.where(is_exhausted, 0.0, 1 / _positive(masses))
-        uniform_factor = is_exhausted / num_undrawn
-        terms = [p.gather(1, children), q_at_children, inverse_d, q_factor, uniform_factor]
+        to_c = torch.where(is_exhausted, 0.0, 1 / _positive(masses))  # what a rejection adds
+        to_e = is_exhausted / num_undrawn
+        terms = [p.gather(1, children), q_at_children, inverse_d, to_c, to_e]
         child_terms = torch.stack(terms).permute(2, 0, 1).contiguous()
+        # R is p without the tokens that are looked up, in the units of the target's whole mass
+        total_mass = p_mass = p.sum(-1)
         zeros, ones = torch.zeros_like(p_mass), torch.ones_like(p_mass)
-        total_mass = p_mass + uncovered_mass
+        uncovered_mass = zeros
+        if tree.d2t is not None:
+            uncovered_mass = (probs.sum(-1) - p_mass).clamp_(min=0)
+            total_mass = p_mass + uncovered_mass
         if looked_up is not None:
             p_looked_up = all_probs.gather(1, looked_up.clamp(min=0)[:, None])[:, 0]
             looked_up_terms = torch.stack([p_looked_up, zeros, ones, zeros, zeros])
@@ -217,13 +218,6 @@ At every node:
 If a token is drawn a second time, it was rejected before, so R is 0 there: a duplicate child
 is never accepted.
 """
-
-
-def _not_in_draft(tokens: Tensor, d2t: Tensor | None) -> Tensor:
-    """int64 [nodes], as `tokens`: 1 for a looked-up token that the draft lacks, else 0."""
-    if d2t is None:
-        return torch.zeros_like(tokens)
-    return ((tokens >= 0) & ~(tokens[:, None] == d2t).any(-1)).long()
 
 
 def _undrawn_masses(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sequoia_plan.artifacts import TokenTree
@@ -63,13 +64,12 @@ class VerificationOrder:
             # the first group has the root, which has no cell
             group_cells.append(_tensor(cells[nodes[rows] - 1], device) if start else None)
 
-        has_child = np.arange(tree.branching) < counts[:, None]
         return cls(
             nodes=_tensor(nodes, device),
             draft_rows=_tensor(draft_rows, device),
             row_of_node=_tensor(row_of_node, device),
             cells=_tensor(cells, device),
-            has_child=torch.as_tensor(has_child, device=device),
+            has_child=torch.as_tensor(np.arange(tree.branching) < counts[:, None], device=device),
             groups=tuple(groups),
             group_cells=tuple(group_cells),
         )
@@ -149,6 +149,6 @@ def _post_order(tree: TokenTree) -> list[int]:
     return visited[::-1]
 
 
-def _tensor(values: Any, device: torch.device | str) -> Tensor:
+def _tensor(values: ArrayLike, device: torch.device | str) -> Tensor:
     """The values as int64 on `device`."""
     return torch.as_tensor(np.asarray(values, np.int64), device=device)
