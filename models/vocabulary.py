@@ -59,9 +59,15 @@ def common_tokens(target: LoadedModel, draft: LoadedModel) -> int:
 class Draft(Protocol):
     """A draft with a model of its own, or one that reads the target's hidden states."""
 
-    vocabulary: int
     d2t: Tensor | None
-    device: torch.device
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens it can propose."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its `d2t` is."""
 
 
 def shared_vocabulary(

@@ -2,7 +2,6 @@
 
 import statistics
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,19 +15,13 @@ WARM_UP_ROUNDS = 3
 
 @torch.inference_mode()
 def breakdown(
-    pair: Pair,
-    tree: TokenTree,
-    sampling: Sampling,
-    context: int = CONTEXT,
-    rounds: int = 20,
-    **options: Any,
+    pair: Pair, tree: TokenTree, sampling: Sampling, context: int = CONTEXT, rounds: int = 20
 ) -> dict[str, float]:
     """Median seconds of a decoding step and of its parts, timed in turn, round by round.
 
-    The parts run as the decoder runs them: as CUDA graphs where it captures. `options` are those
-    of `SequoiaDecoder`.
+    The parts run as the decoder runs them: as CUDA graphs where it captures.
     """
-    step = CapturedStep.of(pair.target, pair.draft, tree, **options)
+    step = CapturedStep.of(pair.target, pair.draft, tree)
     step.prefill(random_prompt(pair, context), tree.depth, seed=0)
     extent = step.extent(context - 1)
     samples = [time_parts(step, extent, sampling) for _ in range(WARM_UP_ROUNDS + rounds)]
