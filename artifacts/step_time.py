@@ -69,9 +69,9 @@ class StepTime:
         return math.fsum([target_pass, *draft_passes, verification, self.latency.overhead])
 
     def min_step_seconds(self, sizes: NDArray[np.integer], depth: int) -> Floats:
-        """Lower bound on the step times of all trees of these sizes and this depth.
+        """float64 [sizes]: a lower bound on the step time of trees of these sizes and this depth.
 
-        It assumes the narrowest draft passes that the depth allows. Returns float64 [len(sizes)].
+        Draft passes are as narrow as can be, and a streamed target's weights arrive meanwhile.
         """
         widths = self.drafting.pass_widths([1] * (depth - 1))  # of a chain
         draft_passes = self.draft_seconds(np.array(widths, int)).sum()

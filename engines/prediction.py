@@ -145,10 +145,10 @@ class ChainModel:
         return [*map(Drafting, range(self.max_length + 1))]
 
     def expect(self, drafting: Drafting, batch: int, times: StepTimes) -> Expectation:
-        """A step that drafts yields its accepted tokens and one more.
+        """A step yields one token, and those accepted in the share of steps that draft.
 
-        The errors of tokens and time are taken as independent, and that of the accepted tokens as
-        the same for every length.
+        The relative errors of tokens and time are taken as independent, and that of the accepted
+        tokens as the same for every length.
         """
         seconds, time_error = times.seconds_and_error(batch, drafting.length)
         counted = self.acceptance

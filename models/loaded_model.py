@@ -250,9 +250,9 @@ class LoadedModel:
         return self(cache, tokens, slots, slots, mask, logits_to_keep, hidden_states)
 
     def cut_vocabulary(self, d2t: Tensor) -> None:
-        """As a draft, propose of its tokens these alone (int64 [n]); ArgumentError if not."""
+        """Let a draft propose only these tokens of the target (int64 [n]); else ArgumentError."""
         own = torch.arange(self.vocabulary) if self.d2t is None else self.d2t
-        kept = torch.isin(own, d2t).nonzero().flatten()
+        kept = torch.isin(own, d2t).nonzero().flatten()  # the draft's numbers of them
         self.backend.keep_logits(kept)
         self.d2t, self.vocabulary = own[kept], kept.numel()
 

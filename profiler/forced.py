@@ -126,10 +126,10 @@ class ForcedAcceptance:
         sampling: Sampling,
         seed: int,
     ) -> tuple[Floats, Floats]:
-        """The probability that the child of each rank is accepted, at each position of a text.
+        """The probability that the child of each rank is accepted, at each counted position.
 
-        Returns float64 [positions, ranks], and float64 [looked-up tokens, ranks] for a looked-up
-        token with drafted children after it. Target and draft read the text piece by piece.
+        `levels`: of the last positions of `text`, each in the tree of its step. Returns float64
+        [positions, ranks], and [looked-up tokens, ranks] where a looked-up child comes first.
         """
         step, count = self.decoder.step, len(levels)
         drafted_probs = np.zeros((count, self.ranks))
@@ -141,7 +141,7 @@ class ForcedAcceptance:
         # so the target reads them again; they are not counted and have no level
         num_repeated = min(first, self.tree.depth) if self.drafter.aux_hidden_state_layers else 0
         levels_read = [-1] * num_repeated + levels.tolist()
-        if step.target.traits.chains_only:  # they have read the text to its end
+        if step.target.traits.chains_only:  # its states are those after the whole text
             step.target.prefill(step.sequence.target, text[: first - num_repeated])
         for start, end in pieces(levels_read):
             positions = np.arange(start, end) - num_repeated  # 0 is the prompt's last token

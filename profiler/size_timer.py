@@ -48,7 +48,7 @@ class SizeTimer:
         self.extent = self.step.extent(prompt.numel() - 1)
         self.length = step.sequence.length.clone()
         self.tokens = self._draft_tokens()
-        self.half = torch.tensor([(size + 1) // 2], device=step.device)
+        self.num_accepted = torch.tensor([(size + 1) // 2], device=step.device)
         self.columns = self.step.tensors.columns(self.length, self.extent)
         self.draft_input, self.previous = step.drafter.representative_pass(self.step.tensors)
 
@@ -70,23 +70,23 @@ class SizeTimer:
         self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
 
         def run_target() -> None:
-            """A pass, of which half is accepted."""
+            """A pass; recurrent layers then keep the half that is accepted."""
             self.step.run_target(self.extent)
-            self.step.sequence.target.roll_back(self.half)
+            self.step.sequence.target.roll_back(self.num_accepted)
 
         seconds = {}
-        passes: list[float] = []
-        if self.pairs and self.times_draft:
-            passes = self.pairs.time_passes(self.sampling, of_target=False)
-        if passes:
-            seconds["draft", self.size] = passes[1]
+        pass_seconds: list[float] = []
+        if self.pairs and self.times_draft:  # on a CPU, a tree whose second draft pass is timed
+            pass_seconds = self.pairs.time_passes(self.sampling, of_target=False)
+        if pass_seconds:  # empty where steps are not compiled
+            seconds["draft", self.size] = pass_seconds[1]
             self.step.sequence.tokens.index_copy_(0, slots, self.tokens)
         if stream:
             # as in a step, where the target's weights are loaded ahead while the draft runs
             stream.wait_until_full()
-        if self.pairs and (passes := self.step.time_passes(self.sampling, of_target=True)):
-            return seconds | {("target", self.size): passes[0]}
-        for _ in range(1 if stream else 2):  # the last time after a step
+        if self.pairs and (pass_seconds := self.step.time_passes(self.sampling, of_target=True)):
+            return seconds | {("target", self.size): pass_seconds[0]}
+        for _ in range(1 if stream else 2):  # the second counts: in decoding, a step ran before
             if self.times_draft:
                 width = self.draft_input.input_slots.numel()
                 seconds["draft", width] = timed(device, self.draft_pass)[1]

@@ -48,7 +48,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now, self.plain_run, self.plain_log = time.perf_counter, 0, 0.0
-        self.last_mean, self.last_change, self.times_plain = 0.0, 0.0, False
+        self.last_mean, self.last_error, self.times_plain = 0.0, 0.0, False
         self.since_plain, self.has_warned = math.inf, False
         self.means = {PLAIN_SHAPE: 0.0}
         self.counts: defaultdict[Shape, float] = defaultdict(float)
@@ -74,29 +74,29 @@ class Clock:
         ]
 
     def note(self, choice: Choice, seconds: float) -> Choice:
-        """Move the mean of a step's shape; returns the measured choice with what it now costs."""
+        """Move a shape's mean by a step; returns `choice`, from `measured`, at its new cost."""
         shape, seconds = shape_of(choice.tree), max(seconds, LEAST)
         is_plain = shape == PLAIN_SHAPE
         self.plain_run = self.plain_run + 1 if is_plain else 0
         self.since_plain = 0.0 if self.plain_run > RUN else self.since_plain + choice.cost
         if self.plain_run == 1:
             return choice  # it finds less of the weights in the processor's cache
-        if not self.counts:
+        if not self.counts:  # the first step that counts
             self.plain_log = math.log(seconds)
         count = self.counts[shape]
         is_known = self.plain_run > RUN if is_plain else count >= FIRST
-        # how far the step is off what was expected, as a logarithm
-        change, last_change = math.log(seconds / choice.cost) - self.plain_log, self.last_change
-        self.last_change = change if is_known else 0.0
+        # the logarithm of the step's seconds over those expected, `cost` times a plain step's
+        change = error = math.log(seconds / choice.cost) - self.plain_log
+        last_error, self.last_error = self.last_error, error if is_known else 0.0
         fade = 1 - 1 / STALE
-        if min(abs(self.last_change), abs(last_change)) > SURPRISE:  # the machine has changed
-            fade, count = 1 / 2, min(count, 1.0)
+        if min(abs(self.last_error), abs(last_error)) > SURPRISE:  # the machine has changed
+            fade, count = 0.5, min(count, 1.0)
         for other in self.counts:
             self.counts[other] *= fade
         if is_known:
-            change = max(-MAX_CHANGE, min(change / min(1 + count, MEMORY), MAX_CHANGE))
-        elif change > 0:  # one of the first steps, of which the fastest counts
-            change = 0.0 if is_plain else change / (1 + count)
+            change = max(-MAX_CHANGE, min(error / min(1 + count, MEMORY), MAX_CHANGE))
+        elif error > 0:  # one of the first steps, of which the fastest counts
+            change = 0.0 if is_plain else error / (1 + count)
         self.counts[shape] = count * fade + 1
         if is_plain:
             self.plain_log += change

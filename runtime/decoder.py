@@ -256,15 +256,15 @@ class SequoiaDecoder:
         return self.choices[max(reached)]
 
     def _compare_with_plan(self) -> None:
-        """Warn, once, if the plan's tree takes other times than planned, in plain steps."""
-        choices = self.choices_at(self.state.length, self.state.match_length)
-        factor = math.exp(self.clock.means.get(shape_of(choices[0].tree), 0.0))
-        if self.clock.has_warned or 1 / TOLERANCE <= factor <= TOLERANCE:
+        """Warn once if the plan's tree takes other times than planned, relative to plain steps."""
+        choices = self.choices_at(self.state.length, self.state.match_length)  # the plan's first
+        ratio = math.exp(self.clock.means.get(shape_of(choices[0].tree), 0.0))
+        if self.clock.has_warned or 1 / TOLERANCE <= ratio <= TOLERANCE:
             return
         self.clock.has_warned = True
         chosen = self.state.choose(self.clock.measured(choices, self.state.speed)).tree
-        logging.getLogger("sequoia_plan").warning(  # which says the sentence alone
-            f"steps with the plan's tree take {factor:.2f} times as long as planned, beside plain "
+        logging.getLogger("sequoia_plan").warning(  # by default printed as it is
+            f"steps with the plan's tree take {ratio:.2f} times as long as planned, beside plain "
             f"ones: this machine is not as profiled, or busy; the choice now: {chosen}. For a plan "
             "that suits it: sequoia-plan profile, then sequoia-plan solve"
         )

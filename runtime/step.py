@@ -23,7 +23,7 @@ class TreeStep:
     Calling it drafts a tree, runs one target pass over it, verifies it and commits the accepted
     path. Each of the four parts is a method of its own, and nothing in them depends on values that
     the host must read, unless the text has logits processors. Steps with the same models share a
-    sequence. `family` is the tree that `tree` takes the place of, if steps have several.
+    sequence. `family`: if a step may take one of several trees, the plan's, to which all belong.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class TreeStep:
         self.num_parents = sum(draft_pass.num_parents for draft_pass in self.passes)
         self.rows_of_passes = [draft_pass.input_slots.numel() for draft_pass in self.passes]
         self.max_rows = max([tree.size, *self.rows_of_passes])
-        self.alternates = family is not None
-        self.lookup = Lookup.of(family or tree)
+        self.alternates = family is not None  # steps before it may have had other trees
+        self.lookup = Lookup.of(family or tree)  # long enough for every tree of the family
         self.verifier = TreeVerifier(tree, self.device, drafter.d2t if drafter else None)
 
     @torch.no_grad()

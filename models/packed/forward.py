@@ -100,9 +100,9 @@ def rotate(row, cosines, sines, factor):
 def project_heads(reader, layer, rows, normed, encoded, counter, workers):
     """Write queries of `normed` rows to `reader.heads`, keys and values to the cache.
 
-    A worker computes the heads that it takes.
+    Heads that the worker takes share the rows in `encoded` while their matrix's `encoder` is one.
     """
-    encoder, num_heads = np.int64(0), reader.heads.shape[1]
+    encoder, num_heads = np.int64(0), reader.heads.shape[1]  # 0: `encoded` has no rows yet
     first, end = take(counter, workers, num_heads)
     while first < num_heads:
         encoder = project_some(reader, layer, rows, normed, encoded, encoder, first, end)

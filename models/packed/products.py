@@ -157,9 +157,9 @@ def _emit_integer_tile(
         with emit.loop(LONG(OUTPUTS // at_once)) as share:
             first_output = builder.mul(share, LONG(at_once))
             lines = -(-format.step.itemsize * at_once // OUTPUTS // LINE)
-            fetched = emit.at(block, AHEAD, (share, lines * LINE))
+            ahead = emit.at(block, AHEAD, (share, lines * LINE))
             _emit_integer_step(
-                emit, format, kind, block, first_output, records, num_rows, totals, fetched, lines
+                emit, format, kind, block, first_output, records, num_rows, totals, ahead, lines
             )
     with emit.loop(num_rows) as row:
         target = emit.at(results, builder.mul(row, result_bytes))
@@ -170,12 +170,12 @@ def _emit_integer_tile(
 
 def _emit_integer_step(
     emit: Emitter, format: Format, kind: Instructions,
-    block: Value, first_output: Value,  # the address of the block's weights, and where to begin
-    records: list[Value], num_rows: Value,  # of each group of inputs, the address of rows' numbers
-    totals: Value, fetched: Value, lines: int,  # addresses; cache lines to prefetch on the way
+    block: Value, first_output: Value,  # the block's address, and the index of an output
+    records: list[Value], num_rows: Value,  # for each group of inputs, the encoded rows' address
+    totals: Value, ahead: Value, lines: int,  # addresses; cache lines to prefetch from `ahead` on
 ) -> None:  # fmt: skip
-    """Add one block's products to the rows' totals for `kind.pieces` vectors of outputs."""
-    outputs = [emit.at(first_output, emit.lanes * piece) for piece in range(kind.pieces)]
+    """Add a block's products to the rows' totals, for `kind.pieces` vectors (pieces) of outputs."""
+    outputs = [emit.at(first_output, emit.lanes * piece) for piece in range(kind.pieces)]  # indices
     factors = [_emit_factors(emit, format, block, output) for output in outputs]
     scales = [
         _emit_planes(
@@ -188,11 +188,11 @@ def _emit_integer_step(
     bits = 8 if format.values else format.bits  # a table's values take a byte
     for group, record in enumerate(records):
         first, end = (lines * number // len(records) for number in (group, group + 1))
-        emit.prefetch(emit.at(fetched, first * LINE), (end - first) * LINE)
-        numbers = range(group * num_scales, (group + 1) * num_scales)
+        emit.prefetch(emit.at(ahead, first * LINE), (end - first) * LINE)
+        numbers = range(group * num_scales, (group + 1) * num_scales)  # of scales of the block
         weights_by_piece, scales_by_piece = [], []
         for piece, output in enumerate(outputs):
-            address = emit.at(weights, group_bytes * group, (output, QUAD))
+            address = emit.at(weights, group_bytes * group, (output, QUAD))  # plus output * QUAD
             quads = _emit_planes(emit, address, format.planes, GROUP // QUAD)
             if format.values:
                 quads = [kind.look_up(emit, quad, format.values) for quad in quads]
@@ -309,16 +309,16 @@ def _emit_integer_row(
 
 @functools.cache
 def multiplier(format: int) -> CFunc:
-    """A compiled function: `emit_tile` for any number of encoded rows and tiles side by side."""
+    """`multiply_tile` for a format, compiled for any number of encoded rows and adjacent tiles."""
     groups = max(FORMATS[format].block // GROUP, 1)
     step_bytes = groups * RECORD_BYTES[encoding_for(format).form]
 
     @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
     def multiply(rows, num_rows, tiles, num_tiles, tile_bytes, steps, results, result_bytes):
-        for first in range(0, num_rows, CHUNK):
+        for first in range(0, num_rows, CHUNK):  # rows, tiles and results are addresses
             chunk, target = rows + first * steps * step_bytes, results + first * result_bytes
             count = min(num_rows - first, CHUNK)
-            for number in range(num_tiles):
+            for number in range(num_tiles):  # each has the next `OUTPUTS` columns of the results
                 tile, products = tiles + number * tile_bytes, target + WORDS_BYTES * number
                 multiply_tile(chunk, count, tile, steps, products, result_bytes, format)
 

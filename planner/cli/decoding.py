@@ -82,7 +82,7 @@ def generate(
         raise click.UsageError(
             "--interactive: found with --json, --raw or --prompt -, expected none of them"
         )
-    tree, remark = tree_for(tree_file, models)
+    tree, tree_remark = tree_for(tree_file, models)  # no remark on a tree that was asked for
     settings = read_sampling(sampling, tree.plan.settings)
     sources = {
         "json_schema": json_schema and read_text(json_schema, "a JSON schema"),
@@ -92,7 +92,7 @@ def generate(
     is_constrained = any(source is not None for source in sources.values())
     if prompt == "-":
         prompt = _read_stdin()
-    pair = pair_for(tree, remark, models)
+    pair = pair_for(tree, tree_remark, models)
     solved_verifier = tree.plan.settings.get("verifier", settings.verifier)
     if solved_verifier != settings.verifier and not settings.greedy:
         warn(
@@ -144,11 +144,11 @@ def generate(
     _print_figures(generation, tree.plan.expected_tokens)
 
 
-def pair_for(tree: Any, remark: str, models: dict[str, Any]) -> Any:
+def pair_for(tree: Any, tree_remark: str, models: dict[str, Any]) -> Any:
     """The pair; says the remark of `tree_for`, or else what the tree's plan does not fit."""
     pair = load_pair(**models)
-    if remark:
-        click.echo(remark, err=True)
+    if tree_remark:
+        click.echo(tree_remark, err=True)
     else:
         warn_if_foreign(tree.plan, pair)
     return pair

@@ -32,12 +32,12 @@ def serve(
     """Answer editors and chat clients, as OpenAI's API and llama-server do."""
     from sequoia_plan.server import Worker, serve
 
-    tree, remark = tree_for(tree_file, models)
+    tree, tree_remark = tree_for(tree_file, models)
     settings = options.read_sampling(sampling, tree.plan.settings)
 
     def load() -> Worker:
         """The models, with what decodes."""
-        return Worker(pair_for(tree, remark, models), tree, settings, cache_tokens)
+        return Worker(pair_for(tree, tree_remark, models), tree, settings, cache_tokens)
 
     with suppress(KeyboardInterrupt):
         serve(load, **endpoint, on_ready=lambda url: click.echo(f"ready at {url}"))

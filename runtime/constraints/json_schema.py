@@ -10,9 +10,9 @@ ANNOTATIONS = (
     "readOnly writeOnly discriminator"
 )
 """Keywords that allow and forbid nothing by themselves."""
-WITHOUT_TYPE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+TAKEN_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """Where one of these is, xgrammar looks at nothing else."""
-OF_TYPE = {
+ENFORCED_BY_TYPE = {
     "integer": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
     "number": "minimum maximum exclusiveMinimum exclusiveMaximum",
     "string": "pattern format minLength maxLength",
@@ -20,7 +20,7 @@ OF_TYPE = {
     "object": "properties required additionalProperties unevaluatedProperties minProperties "
     "maxProperties propertyNames",
 }
-INSTEAD_OF = {
+DROPPED_BESIDE = {
     "pattern": "format minLength maxLength",
     "format": "minLength maxLength",
     "multipleOf": "minimum maximum exclusiveMinimum exclusiveMaximum",
@@ -55,22 +55,22 @@ def refuse_unenforced(schema: object, root: Schema) -> None:
 
 
 def _unenforced(schema: Schema, root: Schema) -> Iterator[str]:
-    """For a message, what xgrammar does not enforce of a schema, apart from the schemas in it."""
+    """Yield, for a message, what xgrammar does not enforce of a schema, without its subschemas."""
     types, ref = _types(schema), schema.get("$ref", "#")
-    allowed = {"type", *" ".join(OF_TYPE.get(name, "") for name in types).split()}
-    for name in INSTEAD_OF.keys() & schema:
-        allowed -= set(INSTEAD_OF[name].split())
-    for name in WITHOUT_TYPE:
+    enforced = {"type", *" ".join(ENFORCED_BY_TYPE.get(name, "") for name in types).split()}
+    for name in DROPPED_BESIDE.keys() & schema:
+        enforced -= set(DROPPED_BESIDE[name].split())
+    for name in TAKEN_ALONE:
         if name in schema:
             is_typed = {TYPES[type(value)] for value in _values(schema)} <= types
-            allowed = {name, "type"} if is_typed and name in ("const", "enum") else {name}
+            enforced = {name, "type"} if is_typed and name in ("const", "enum") else {name}
             break
     names = [
         name for name in schema if name not in ANNOTATIONS.split() and not name.startswith("x-")
     ]
     for name in names:
-        if name not in allowed:
-            beside = " and ".join(name for name in names if name in allowed)
+        if name not in enforced:
+            beside = " and ".join(name for name in names if name in enforced)
             yield f"{name} {f'beside {beside}' if beside else 'without a type'}"
     if ref != "#" and not ref.startswith("#/"):
         yield f"$ref {ref}"

@@ -65,13 +65,13 @@ class LogitsProcessors:
 def path_logits_of(
     processors: Sequence[Processor], constraint: PathProcessor | None, vocabulary: int
 ) -> PathLogits | None:
-    """What changes one text's logits, with a state of its own; None if there is nothing."""
+    """What changes one text's logits, None if nothing; `constraint` is copied for its state."""
     if not processors and constraint is None:
         return None
-    before_warpers, warpers = split_at_warpers(processors)
+    before_warpers, warpers = split_at_warpers(processors)  # warpers: for the target
     both: list[PathProcessor] = [LogitsProcessors(before_warpers)] if before_warpers else []
     if constraint is not None:
-        both.append(copy.copy(constraint))
+        both.append(copy.copy(constraint))  # both: target and draft
     target_only = [LogitsProcessors(warpers)] if warpers else []
     return PathLogits(both, target_only, vocabulary)
 

@@ -29,13 +29,13 @@ SAMPLE_TEXTS, SAMPLE_TEXT_TOKENS = 32, 64
 
 
 def build_draft(config: LlamaConfig, embeddings: nn.Embedding, d2t: Tensor) -> LlamaForCausalLM:
-    """A draft with fresh layers over the target's embeddings; `d2t` int64 [draft vocabulary]."""
+    """A draft, uninitialised but for the target's embeddings; `d2t` int64 [draft vocabulary]."""
     device, dtype = embeddings.weight.device, embeddings.weight.dtype
     with torch.device("meta"):
         draft = LlamaForCausalLM(config)
     draft.to_empty(device=device)
     draft.to(dtype)
-    draft.model.rotary_emb = type(draft.model.rotary_emb)(config).to(device)
+    draft.model.rotary_emb = type(draft.model.rotary_emb)(config).to(device)  # to_empty emptied it
     draft.model.embed_tokens = embeddings
     draft.lm_head = nn.Linear(
         config.hidden_size, d2t.numel(), bias=False, device=device, dtype=dtype

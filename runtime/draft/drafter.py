@@ -213,15 +213,15 @@ def steps_of(levels: Sequence[int]) -> Iterator[tuple[int, int]]:
 def passes_by_level(tree: TokenTree, tensors: TreeTensors) -> tuple[DraftPass, ...]:
     """One pass for each level that has drafted children, over its nodes with children.
 
-    Each pass reads the parents of the next level, and gives a row of logits for each parent. Where
-    the spine is looked up, its node on a level is the first of them.
+    It gives logits for each; `parent_rows` are their parents' rows in the pass before. Where the
+    spine (first children from the root on) is looked up, its node on a level is the first of them.
     """
     passes = []
     for level in range(tree.num_drafted_levels):
         parents = tree.nodes_with_children(level)
         nodes = torch.as_tensor(parents, dtype=torch.long, device=tensors.nodes.device)
         parent_rows = None
-        if level:
+        if level:  # a draft that reads hidden states goes on from those of the parents
             rows = np.searchsorted(tree.nodes_with_children(level - 1), tree.parents[parents])
             parent_rows = torch.as_tensor(rows, device=nodes.device)
         passes.append(

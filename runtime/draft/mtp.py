@@ -152,7 +152,7 @@ def load_mtp(model: LoadedModel) -> MtpDraft:
 
 
 def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tensor]]:
-    """By head, tensors by `MtpHead`'s names: with a prefix, or behind the target's layers."""
+    """By head, tensors by `MtpHead`'s names; heads are `mtp.` layers, or follow the target's."""
     heads: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -160,7 +160,7 @@ def _tensors_of_heads(folder: Path, num_layers: int) -> dict[int, dict[str, Tens
                 prefix, number, inner = NAME.findall(name)[0]
                 head = int(number or 0) - (0 if prefix else num_layers)
                 our_name = OUR_NAMES.get(inner, f"block.layers.0.{inner}")
-                if head >= 0 and our_name:
+                if head >= 0 and our_name:  # else it is the target's
                     heads[head][our_name] = opened.get_tensor(name)
     return heads
 

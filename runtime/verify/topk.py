@@ -13,10 +13,10 @@ def acceptance(tree: DrawnTree) -> Acceptance:
     child that has it: child s is accepted with probability p[s]. That is exact however the children
     were chosen, if siblings differ; the draft's probabilities are not used.
     """
-    order = tree.index.together
-    probs = tree.target_probs(order.nodes)
+    order = tree.index.together  # of the inner nodes
+    probs = tree.target_probs(order.nodes)  # their sums may not be 1
     children = tree.drawn[order.draft_rows]
-    p = tree.covered(probs)
+    p = tree.covered(probs)  # of the tokens that the draft has
     child_probs = p.gather(1, children).where(order.has_child, 0.0) / probs.sum(-1, keepdim=True)
 
     def residual_probs(rows: Tensor) -> Tensor:

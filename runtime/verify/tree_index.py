@@ -120,7 +120,7 @@ class TreeIndex:
         that use `together`. In their `Acceptance.end_probs`, those of each root and its children
         add up to 1.
         """
-        # only children have a way to them: `end_probs` takes the probability to reach a root as 1
+        # no parent or rank of a root is used: `end_probs` takes the probability to reach it as 1
         each_root, each_child = np.ones(roots, np.int64), np.ones(roots * children, np.int64)
         forest: Any = SimpleNamespace(
             size=roots * (1 + children),

@@ -50,18 +50,18 @@ class MatchProblem:
 
     def fastest(self, present: FastestTree, **beside: Any) -> FastestTree:
         """The fastest tree, or `present`; `beside`: fields of the problem for other steps."""
-        best = fastest_tree(_promising(replace(self.drafted, **beside), present.speed), present)
+        best = fastest_tree(_cut_levels(replace(self.drafted, **beside), present.speed), present)
         if self.looked_up is None:
             return best
         result = fastest_looked_up_tree(replace(self.looked_up, **beside), best)
         return result._replace(bound=max(best.bound, result.bound))
 
 
-def _promising(problem: SpeedProblem, speed: float) -> SpeedProblem:
-    """The problem without its deepest levels, as far as no tree of `speed` can have them."""
+def _cut_levels(problem: SpeedProblem, speed: float) -> SpeedProblem:
+    """The problem cut to the levels that trees faster than `speed` may have, by `quick_bound`."""
     for num_levels in range(min(len(problem.rates), problem.max_size - 1), 0, -1):
         problem = replace(problem, rates=problem.rates[:num_levels])
-        if problem.quick_bound(num_levels + 1) > speed:
+        if problem.quick_bound(num_levels + 1) > speed:  # of trees with all of these levels
             return problem
     return replace(problem, rates=problem.rates[:0])
 

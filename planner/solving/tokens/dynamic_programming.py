@@ -50,21 +50,21 @@ def parents(rates: Floats, size: int) -> Ints:
     `rates` float64 [levels, node classes, ranks]; returns each node's parent, int64 [size],
     breadth-first, -1 for the root.
     """
-    levels = _solve(rates, size, {})
-    off_spine = rates.shape[1] - 1
-    shares_of: dict[tuple[int, int, int], list[int]] = {}
+    levels = _solve(rates, size, {})  # best and T of each
+    off_spine = rates.shape[1] - 1  # the last class, or the only one
+    child_sizes_of: dict[tuple[int, int, int], list[int]] = {}  # nodes of each child's own subtree
     subtrees = [(0, 0, size)]  # level, class and nodes of the subtree of each node
     tree_parents = [-1]
     for node, subtree in enumerate(subtrees):  # grows in the loop
         level, node_class, nodes = subtree
         if nodes == 1:
             continue
-        if subtree not in shares_of:
+        if subtree not in child_sizes_of:
             (_, tables), (best_below, _) = levels[level : level + 2]
             child_rates, table = rates[level, node_class], tables[node_class]
-            shares_of[subtree] = _split(child_rates, best_below[off_spine], table, nodes)
-        for rank, share in enumerate(shares_of[subtree]):
-            subtrees.append((level + 1, node_class if rank == 0 else off_spine, share))
+            child_sizes_of[subtree] = _split(child_rates, best_below[off_spine], table, nodes)
+        for rank, child_size in enumerate(child_sizes_of[subtree]):
+            subtrees.append((level + 1, node_class if rank == 0 else off_spine, child_size))
             tree_parents.append(node)
     return np.array(tree_parents)
 
