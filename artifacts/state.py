@@ -98,24 +98,24 @@ class State(NamedTuple):
     all_counts: Counts = NO_COUNTS
 
     def choose(self, choices: Sequence[Choice]) -> Choice:
-        """Which choice the step takes: of the highest F - S t (planner/solving/match/portfolio.py).
+        """The choice for a step: the highest F - S t (planner/solving/match/portfolio.py).
 
-        F is what the text's own tokens make of the plan's, t less the larger the choice's doubt,
-        and S the speed. `choices`: the plan's own first, plain steps last, which a text takes that
-        lost time by the others.
+        F: its expected tokens, corrected by what this text has accepted. S: `speed`. t: its cost,
+        or the least it may be if that is in doubt. `choices`: the plan's own first, which others
+        must beat by `EQUAL`, and plain steps last, taken while the balance is below 0.
         """
-
-        def gain(choice: Choice) -> float:
-            """Expected tokens less one, and less those that the step's time is worth."""
-            tokens = (choice.tokens - 1) * self._yield_of_expected(choice.tree.looks_up)
-            return tokens - self.speed * choice.cost / (1 + choice.doubt)
-
         if self.balance < 0:
             return choices[-1]
+
+        def gain(choice: Choice) -> float:
+            """F - S t, less the one token that any step yields."""
+            tokens = (choice.tokens - 1) * self._accepted_share(choice.tree.looks_up)
+            return tokens - self.speed * choice.cost / (1 + choice.doubt)
+
         best = max(choices, key=gain)
         return best if gain(best) > gain(choices[0]) + EQUAL else choices[0]
 
-    def _yield_of_expected(self, looks_up: bool) -> float:
+    def _accepted_share(self, looks_up: bool) -> float:
         """Tokens beyond one a step, as a share of the plan's, where the spine is looked up or not.
 
         The share begins as 1, all texts move it, and then this one; each moves it more, the more

@@ -204,13 +204,14 @@ class LlamaCppPool(EnginePool):
         if key == NONE:
             yield from server.generate(prompt, PLAIN_TOKENS)
         if key == self.recording:
-            for room in range(key.length + 1):
-                yield from server.generate(prompt, room + 2, True)
+            for num_drafted in range(key.length + 1):  # of n + 2 tokens the first step drafts n
+                yield from server.generate(prompt, num_drafted + 2, only_first=True)
         text = repeated(prompt, context or len(prompt))
         for width in TIMED_WIDTHS if key == COPIED else ():
-            steps = server.generate(text, width + 1, True)
-            if not steps[0].drafted:  # it must go on to repeat
-                steps = server.generate(text, width + 1, True, logit_bias=[[text[-PERIOD], 100.0]])
+            steps = server.generate(text, width + 1, only_first=True)
+            if not steps[0].drafted:  # the answer did not go on to repeat the text: make it do so
+                bias = [[text[-PERIOD], 100.0]]
+                steps = server.generate(text, width + 1, only_first=True, logit_bias=bias)
             yield from steps
 
     def _step_times(self, recorded: Mapping[Drafting, list[Recorded]], context: int) -> StepTimes:

@@ -173,11 +173,12 @@ class LoadedModel:
         self.module = backend.module
         self.name: str = files.name if files else ""
         self.tokens: Sequence[str] = files.tokens if files else ()
-        self.own_generation_config = files.generation_config() if files else None
+        self.files_generation_config = files.generation_config() if files else None
         self.device, self.dtype = backend.device, backend.dtype
         self.vocabulary, self.num_embeddings = backend.vocabulary, backend.num_embeddings
         self.traits = backend.traits
-        self.context = context_length(config)
+        self.context = context_length(config)  # tokens
+        # `window`: tokens that layers with a sliding window, or chunks as Llama 4's, see, or None
         self.window, self.masks_by_layer_type = attention_window(config)
         self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
         self.d2t: Tensor | None = getattr(unwrapped(self.module), "d2t", None)
@@ -185,7 +186,7 @@ class LoadedModel:
     @property
     def generation_config(self) -> GenerationConfig | None:
         """transformers' generation config; None if there is none."""
-        return getattr(unwrapped(self.module), "generation_config", self.own_generation_config)
+        return getattr(unwrapped(self.module), "generation_config", self.files_generation_config)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -12,7 +12,7 @@ import torch
 from sequoia_plan.artifacts import ArgumentError, Latency, SequoiaPlanError, StreamCost, TokenTree
 from sequoia_plan.profiler.size_timer import SizeTimer
 from sequoia_plan.profiler.timing import CONTEXT, drift_free_quartiles, text_prompt, timed
-from sequoia_plan.profiler.verification import VerificationTimer, fit, trees_to_time
+from sequoia_plan.profiler.verification import VerificationTimer, fit_cost, trees_to_time
 from sequoia_plan.runtime import Pair, Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 from sequoia_plan.runtime.clock import RUN
@@ -63,21 +63,19 @@ class LatencyMeter:
 
     @torch.inference_mode()
     def begin(self, max_tokens: float) -> None:
-        """Time each size a few times, up to one that costs more than `max_tokens` plain passes."""
+        """Time ascending sizes while trees that yield `max_tokens` a step could pay for them."""
         drafter, sampling = self.drafter, self.sampling
         if self.step.models.graphs and not sampling.greedy:
-            # reserve random numbers for all sizes at once: if their memory moved later, every
-            # graph would be captured anew
+            # for all sizes at once: graphs are captured anew if the memory of these numbers moves
             numbers_per_node = sampling.drawing_on(self.step.device).columns(drafter.vocabulary, 1)
             self.step.sequence.reserve_rows("bits", self.sizes[-1] * numbers_per_node)
-        if self.step.target.stream:
-            self.step.target.stream.keep_most_chosen()
-        plain_seconds, times_draft = 0.0, True
+        if stream := self.step.target.stream:
+            stream.keep_most_chosen()
+        plain_seconds, times_draft = 0.0, True  # whether draft passes of a size are timed, too
         for size in self.sizes:
             try:
                 timer = SizeTimer(self.step, size, sampling, self.prompt, times_draft)
-                # three runs: the median is not that of a slow first one
-                runs = [timer.run() for _ in range(3)]
+                runs = [timer.run() for _ in range(3)]  # the first may be slow, the median is not
             except (RuntimeError, SequoiaPlanError) as error:
                 if not self.timers or not _is_out_of_memory(error):
                     raise
@@ -88,23 +86,23 @@ class LatencyMeter:
             self.on_size(size, seconds["target"])
             # in plain decoding, each pass of a streamed target waits for weights
             plain_seconds = plain_seconds or max(seconds["target"], self._stream_seconds())
-            max_seconds = max_tokens * plain_seconds
+            max_seconds = max_tokens * plain_seconds  # of so many tokens in plain decoding
             draft_seconds = seconds.get("draft", 0.0)
             # a size whose pass takes as long as k plain passes takes part in every k-th round
             ratio = int(max(seconds["target"], draft_seconds) / plain_seconds)
             timer.interval = min(MAX_INTERVAL, max(1, ratio))
-            if seconds["target"] > max_seconds:
+            if seconds["target"] > max_seconds:  # no larger tree can be faster than plain decoding
                 break
             times_draft &= drafter.drafting.drafts_by_level and draft_seconds <= max_seconds
         max_depth = drafter.drafting.max_depth
         trees = trees_to_time(self.timers[-1].size, self.step.models.max_children, max_depth)
         self.verification_timers = [
             VerificationTimer(self.step.with_tree(tree), sampling, self.prompt, looks_up)
-            for tree in trees
+            for tree in trees  # the second one, or the only one, with a lookup as well
             for looks_up in ([False, True] if tree == trees[:2][-1] else [False])
         ]
         self.plain = self.step.with_tree(TokenTree.chain(1))
-        self._time([])  # warms up
+        self._time([])  # warms up verification and plain steps
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -117,7 +115,7 @@ class LatencyMeter:
     def finish(self, seconds: float) -> Latency:
         """Run rounds until all of them took about `seconds`, and return the measured times.
 
-        There are at least `MIN_ROUNDS` rounds, and at most `MAX_ROUNDS`.
+        There are `MIN_ROUNDS` to `MAX_ROUNDS` rounds; for the keys of `samples` see `_time`.
         """
         while (rounds := len(self.samples)) < MIN_ROUNDS or (
             rounds < MAX_ROUNDS and self.seconds < seconds
@@ -126,17 +124,17 @@ class LatencyMeter:
         medians: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
         quartiles: dict[str, dict[int, tuple[float, float]]] = {"target": {}, "draft": {}}
         of_passes = self._quartiles("target", "draft", "plain")
-        plain = of_passes.pop(("plain", 1), None)
+        plain = of_passes.pop(("plain", 1), None)  # whole steps, timed on a CPU alone
         for (part, size), (low, median, high) in of_passes.items():
             medians[part][size] = _rounded(median)
             quartiles[part][size] = _rounded(low), _rounded(high)
-        overheads = [max(0.0, seconds) for _, seconds, _ in self._quartiles("overhead").values()]
+        overheads = [max(0.0, median) for _, median, _ in self._quartiles("overhead").values()]
         verification, with_lookup = (
             {tree: median for (_, tree), (_, median, _) in self._quartiles(part).items()}
             for part in ("verification", "lookup")
         )
-        stream, stream_cost = self.step.target.stream, None
-        if stream:
+        stream_cost = None
+        if stream := self.step.target.stream:
             pass_seconds = statistics.median(sample["stream", 1] for sample in self.samples)
             stream_cost = StreamCost(_rounded(pass_seconds), stream.bytes, stream.expert_counts)
         return Latency(
@@ -152,13 +150,13 @@ class LatencyMeter:
             quartiles=quartiles,
             out_of_memory=self.out_of_memory_size,
             stream=stream_cost,
-            verification=fit(verification, with_lookup),
+            verification=fit_cost(verification, with_lookup),
         )
 
     def _time(self, timers: Iterable[SizeTimer]) -> dict[Any, float]:
-        """Run some timers of sizes and all others once.
+        """Run some timers of sizes, and all others, once.
 
-        Returns seconds by the part's name and its size, and of verification by the tree.
+        Returns seconds by (part, nodes); for the parts "verification" and "lookup" by (part, tree).
         """
         seconds: dict[Any, float] = {}
         for timer in timers:

@@ -178,11 +178,11 @@ def measure(
 
 
 def max_tokens_of_any_tree(observed: ObservedAcceptance) -> float:
-    """A bound on the expected tokens of trees of `SIZES[-1]` nodes, by any estimate of rates."""
+    """A bound on the expected tokens a step of trees of up to `SIZES[-1]` nodes, by 3 estimates."""
     acceptance = Acceptance.counted(observed.totals())
-    estimates = (
+    estimates = (  # few prompts are counted so far: each may be too low
         acceptance.rates,  # by level and node class
         acceptance.with_one_class().rates,  # by level
-        acceptance.pooled()[None, None],  # of all levels together
+        acceptance.pooled()[None, None],  # the same at all levels
     )
     return max(max_expected_tokens(rates, SIZES[-1]) for rates in estimates)

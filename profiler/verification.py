@@ -100,7 +100,7 @@ class VerificationTimer:
         step.run_verification(step.logits_of_target, step.drafted, sampling)
 
 
-def fit(
+def fit_cost(
     verification: Mapping[TokenTree, float], with_lookup: Mapping[TokenTree, float]
 ) -> VerificationCost:
     """Fit the seconds of verifying a tree as base + per_node * nodes, both 0 or more.

@@ -117,16 +117,16 @@ class DecodingModels:
     ) -> None:
         """Start a sequence: both caches hold the prompt without its last token, the first root.
 
-        `prompt` int64 [n]; `max_size`: nodes of the largest tree. What the models have read of the
-        prompt is not read again, except by the draft the last `unsettled` tokens, which it may not
-        have read as it reads a prompt. With None, all is read.
+        `prompt` int64 [n]; `max_size`: nodes of the largest tree. What the prompt shares with the
+        text before is not read again, except by the draft its part in the last `unsettled` tokens
+        of that text, which steps may have read otherwise or not at all. With None, all is read.
         """
         self.check_unchanged()
         sequence, drafter = self.sequence, self.drafter
         if seed is None:
             seed = int(self.target.backend.from_first(torch.randint((1 << 63) - 1, ())))
         sequence.generator.manual_seed(seed)
-        settled = sequence.num_read - (unsettled or 0)
+        settled = sequence.num_read - (unsettled or 0)  # the draft need not read these again
         # a recurrent state cannot go back to where the texts begin to differ
         reads_all = unsettled is None or self.target.traits.chains_only
         start = 0 if reads_all else sequence.num_shared(prompt[:-1])

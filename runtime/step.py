@@ -78,8 +78,8 @@ class TreeStep:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run each draft pass, and draw the children from its logits into the sequence.
 
-        Returns the draft's probabilities and the drawn tokens of each pass, as in `DraftedTree`;
-        none if greedy. Looked-up tokens are in the sequence before.
+        Passes attend to slots below `extent`. Returns the draft's probabilities and drawn tokens of
+        each pass, as in `DraftedTree`; none if greedy. Looked-up tokens are in the sequence before.
         """
         sequence, passes = self.sequence, self.passes
         columns = self.tensors.columns(sequence.length, extent)
@@ -96,7 +96,7 @@ class TreeStep:
             pass_probs, children = draw_children(
                 drafter, draft_pass, logits, sequence, slots, sampling, bits
             )
-            if not drafter.notes_finite:
+            if not drafter.notes_finite:  # then its passes do not check their logits
                 largest_logits.append(output.logits.amax(-1))
             if sampling.greedy:  # which verifies tokens alone
                 continue

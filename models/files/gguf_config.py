@@ -75,7 +75,7 @@ NEUTRAL: dict[float | None, str] = {
     1: "logit_scale residual_scale embedding_scale attention.causal rope.scaling.attn_factor",
 }
 """Keys of the metadata that change nothing with a value of 0, or of 1."""
-LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+LAYERS_OF_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose attention llama.cpp scales by hidden size over heads; no key says."""
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that divides the frequencies of rotary embeddings, as Llama 3.1 and later need."""
@@ -87,24 +87,24 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     """The configuration of a GGUF file's model.
 
     transformers reads some of the metadata; what it leaves at a default is set here. Raises
-    SequoiaPlanError for what has no place in it.
+    SequoiaPlanError for a key of the metadata that the configuration has no setting for.
     """
     metadata = file.settings
     if "rope.scaling.factor" in metadata:
         metadata = {"rope.scaling.type": "linear"} | metadata  # llama.cpp's default
-    if config_class := CONFIGS.get(file.architecture):
+    if config_class := CONFIGS.get(file.architecture):  # transformers would take longer
         config = _llama_like_config(config_class, file, metadata)
     else:
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     if metadata.get("attention.key_length", head_size(config)) != head_size(config):
         config.head_dim = metadata["attention.key_length"]
-    if layers := LARGEST_GEMMA.get(file.architecture):
+    if num_layers := LAYERS_OF_LARGEST_GEMMA.get(file.architecture):
         scale = head_size(config)
-        if config.num_hidden_layers == layers:
+        if config.num_hidden_layers == num_layers:  # no key of the metadata says its scale
             scale = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = scale
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
+    rope = rope.get("full_attention", rope)  # there may be one for each type of layer
     for key, value in metadata.items():
         if key in WITHOUT_EFFECT or _set(config, rope, key, value):
             continue

@@ -103,14 +103,14 @@ def attends_by_sdpa(model: nn.Module, config: PreTrainedConfig) -> bool:
 
 
 @contextlib.contextmanager
-def attending(config: PreTrainedConfig, slots: Tensor | None = None) -> Iterator[None]:
+def attending(config: PreTrainedConfig | None, slots: Tensor | None = None) -> Iterator[None]:
     """A context whose passes, if there is a `config`, attend by `attend_shared_heads`.
 
-    `slots` int64 [tokens]: where the keys of its tokens go, none of which sees a later slot.
+    `slots` int64 [tokens]: where a pass writes its tokens' keys; none of them sees a later slot.
     """
     with contextlib.ExitStack() as stack:
         if config is not None:
-            # another thread may be in this context, so the name found now may not be the model's
+            # all had "sdpa": the name found now is ours if another thread is in this context
             stack.callback(setattr, config, "_attn_implementation", "sdpa")
             config._attn_implementation = IMPLEMENTATION
         if slots is not None and not torch.compiler.is_compiling():

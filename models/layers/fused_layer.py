@@ -60,19 +60,19 @@ def is_as_defined(module: nn.Module) -> bool:
 
 
 def in_joined_order(names: Iterable[str]) -> list[str]:
-    """Names of layers' weights, those first that are joined, layer by layer.
+    """Sort names of weights: first those that fused layers join, layer by layer.
 
     Weights that lie in memory in this order are joined without a copy.
     """
     return sorted(
         names,
-        key=lambda name: min(
+        key=lambda name: next(
             (
                 (name.removesuffix(joined), rank)
                 for rank, joined in enumerate(JOINED_WEIGHTS)
                 if name.endswith(joined)
             ),
-            default=("~", 0),
+            ("~", 0),  # after the name of any layer
         ),
     )
 

@@ -79,19 +79,19 @@ class ModuleBackend(Backend):
         return recorded | self.recorded
 
     def prepare(self, hidden_states: Sequence[int]) -> None:
-        """See `Backend`: the model is tried on a small tree, once."""
+        """Fuse layers on CUDA, try the model on a small tree, both once; see `Backend.prepare`."""
         check_mode(self.module)
-        fused = num_fused_layers(self.module) or self.stream
-        if not fused and not self.twin and self.is_on_one_cuda_device():
+        stays = num_fused_layers(self.module) or self.stream  # fused already, or not all in memory
+        if not stays and not self.twin and self.is_on_one_cuda_device():
             self.twin = FusedTwin(self.module)
-            self.weights.look(self.module)  # which lie elsewhere now
+            self.weights.look(self.module)  # making the twin has moved them
             if not self.twin.num_fused:
                 warnings.warn(
                     f"{model_type(self.module)}: transformers' own layers run, which takes longer: "
                     "no fused ones can take their place, or they gave other results",
                     stacklevel=5,
                 )
-        if self.layout is None:
+        if self.layout is None:  # of the cache
             self.layout = probe(LoadedModel(self, text_config(self.module)), self.runs)
         if hidden_states:
             register_hooks(unwrapped(self.runs), hidden_states)

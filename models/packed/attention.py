@@ -183,10 +183,10 @@ def attender(key_bytes: int) -> CFunc:
 
     @cfunc(types.void(*[types.int64] * 8), cache=True, error_model="numpy")
     def attend(visible, count, keys, values, head_dim, blocks, rows, stride):
-        value_bytes, sums = head_dim * WORD_BYTES, rows + TOTALS_BYTES
+        value_bytes, sums = head_dim * WORD_BYTES, rows + TOTALS_BYTES  # parts of the first row
         queries = sums + value_bytes
         scores = queries + value_bytes
-        for first in range(0, blocks, PART):
+        for first in range(0, blocks, PART):  # keys in the processor's cache serve all queries
             part_blocks = min(PART, blocks - first)
             for q in range(0, count, QUERIES):
                 offset, batch = q * stride, min(QUERIES, count - q)
@@ -197,20 +197,20 @@ def attender(key_bytes: int) -> CFunc:
         for q in range(count):
             compute_weights(scores + q * stride, blocks, key_bytes)
         for first in range(0, blocks, PART):
-            words = min(PART, blocks - first) * BLOCK // per_word
+            words = min(PART, blocks - first) * BLOCK // per_word  # that the part's slots take
             for q in range(0, count, QUERIES):
                 weights = scores + q * stride + first * BLOCK * key_bytes
                 value = values + first * BLOCK * head_dim * key_bytes
                 totals, target = rows + q * stride, sums + q * stride
                 batch = min(QUERIES, count - q)
-                for _ in range(value_bytes // VALUE_BYTES):
+                for _ in range(value_bytes // VALUE_BYTES):  # as many dimensions as registers hold
                     compute_weighted_sums(
                         weights, value, value_bytes, words, totals, target, stride, batch,
                         key_bytes, VALUE_VECTORS,
                     )  # fmt: skip
                     value, target = value + VALUE_BYTES, target + VALUE_BYTES
-                    totals = rows + (q + 1) * stride  # read by nobody: totals are added once
-                if value_bytes % VALUE_BYTES:  # half: heads have a multiple of 32 numbers
+                    totals = rows + (q + 1) * stride  # for further dimensions, a row nobody reads
+                if value_bytes % VALUE_BYTES:  # then half of it: head_dim is a multiple of 32
                     compute_weighted_sums(
                         weights, value, value_bytes, words, totals, target, stride, batch,
                         key_bytes, HALF_VALUE,

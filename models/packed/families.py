@@ -61,8 +61,8 @@ def why_not(config: PreTrainedConfig, module: PreTrainedModel | None) -> str:
 
 
 def why_not_module(module: PreTrainedModel) -> str:
-    """`why_not` for a model in memory, whose modules may have been changed."""
-    if type(module) in CLASSES.values():
+    """Why the packed pass does not compute a model, perhaps changed in memory; "" if it does."""
+    if type(module) in CLASSES.values():  # `why_not` refuses all others
         if (attention := attention_implementation(module.config)) not in IMPLEMENTATIONS:
             return f"it attends by {attention}"
         if not all(map(is_as_defined, module.modules())):

@@ -111,17 +111,17 @@ def project_heads(reader, layer, rows, normed, encoded, counter, workers):
 
 @compiled
 def project_some(reader, layer, rows, normed, encoded, encoder, first_head, end_head):
-    """Compute heads from one to another: those of queries come first, then keys and values.
+    """Compute the heads `first_head` to `end_head` - 1, counted over queries, keys, then values.
 
-    Returns the encoder (its address, 0 for none) that wrote `encoded`, as the argument is: rows are
-    encoded again only for a matrix in another format.
+    `encoder`: address of the function that wrote `encoded` from `normed`, 0 for none. Only for a
+    matrix in another format it is written again; returns the function that wrote it last.
     """
     model, keys, values = reader.model, reader.keys, reader.values
     num_heads, head_dim, kv_heads = model.heads, model.head_dim, keys.shape[1]
     per_word = head_dim // keys.shape[3]  # numbers of a cached word: 2 bfloat16, or one float32
-    halves = 3 - per_word  # of a word, that a number takes
+    halves = 3 - per_word  # 16-bit halves of a word that a number takes: 1 or 2
     heads, bits = reader.heads, reader.heads.view(np.uint32)
-    start = 0
+    start = 0  # the number of the kind's first head
     for kind in range(3):  # QUERY, KEY, VALUE
         count = num_heads if kind == QUERY else kv_heads
         first, end = max(first_head, start), min(end_head, start + count)

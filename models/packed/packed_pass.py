@@ -114,7 +114,7 @@ def move_slots(keys, values, slots, start):
 
     `keys` and `values`: see `forward.Reader`.
     """
-    per_word = values.shape[3] // keys.shape[3]
+    per_word = values.shape[3] // keys.shape[3]  # numbers of a word: 2 in bfloat16, 1 in float32
     for index in range(slots.shape[0]):
         source, target = slots[index], start + index
         if source == target:
@@ -124,9 +124,9 @@ def move_slots(keys, values, slots, start):
                 key, value = keys[layer, head], values[layer, head]
                 old, new = key[source // BLOCK], key[target // BLOCK]
                 old_value, new_value = value[source // per_word], value[target // per_word]
-                for half in range(2):
+                for half in range(2):  # of the words, as 16-bit numbers
                     copy(old[:, source % BLOCK, half], new[:, target % BLOCK, half])
-                    if half >= per_word - 1:  # of two slots in a word, each has one half
+                    if half >= per_word - 1:  # both in float32; in bfloat16 each slot has one
                         old_half, new_half = half - source % per_word, half - target % per_word
                         copy(old_value[:, old_half], new_value[:, new_half])
 

@@ -96,7 +96,7 @@ def warn_if_foreign(plan: Plan, pair: Pair) -> None:
 
     for role, planned in plan.models.items():
         loaded = pair.metadata.get(role, {})
-        # the first one: where dtypes differ, the numbers do as well
+        # only the first: a model in another dtype has other contents and another digest as well
         for difference in differences(planned, loaded, MODEL_KEYS)[:1]:
             other = f"another {role} than {loaded.get('name')}"
             warn(f"the tree was solved for {other} ({difference}); {NOT_PREDICTED}")

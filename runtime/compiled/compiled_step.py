@@ -119,11 +119,11 @@ class CompiledStep:
     def __call__(
         self, tree: Tree, sampling: Sampling, max_match: int, num_unread: int, parts: int = ALL
     ) -> list[int]:
-        """One step, or some of its parts; returns the numbers of `TreeStep.commit`.
+        """One step, or those of its `parts` (a sum of `DRAFT`, `TARGET` and `VERIFY`).
 
         `max_match`: tokens of the longest lookup match, 0 for none. The draft's first pass reads at
-        least the last `num_unread` tokens before the root. `parts`: a sum of `DRAFT`, `TARGET` and
-        `VERIFY`.
+        least the last `num_unread` tokens before the root. Returns the number of accepted nodes,
+        the path and the tokens after its nodes, `tree.depth` each, and the match's length.
         """
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         floats = map(np.float32, (*temperatures, sampling.top_p, sampling.min_p))

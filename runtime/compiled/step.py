@@ -30,7 +30,7 @@ from sequoia_plan.runtime.sequence import DRAFT_NOT_FINITE, TARGET_NOT_FINITE
 
 @compiled
 def look_up(tokens, length, max_match, chain):
-    """Write what followed the text's match to `chain`, as `runtime.lookup`; returns its length."""
+    """As `runtime.lookup`, write what followed the match to `chain`; returns the match's length."""
     longest, best = -1, 0  # `length` is the slot of the last token
     for slot in range(length):
         matched = 0
@@ -66,11 +66,11 @@ def commit(step, tree, path, count, bonus):
 
 @compiled
 def note_features(worker, counter, workers, step, path, count, slot):
-    """Record the path's features, the target's hidden states times `fc`, in rows from `slot` on."""
+    """Write `fc` times the target's hidden states of `path[:count]` to features from `slot` on."""
     eagle, hidden = step.eagle, step.target.hidden
     rows, encoded = eagle.rows[worker], eagle.encoded[worker]
     width = step.target.model.norms.shape[2]
-    for level in range(count):
+    for level in range(count):  # each worker copies and encodes all rows, and multiplies some tiles
         for state in range(hidden.shape[0]):
             copy(hidden[state, path[level]], rows[level, state * width : (state + 1) * width])
     encode(eagle.fc, count, rows, encoded)

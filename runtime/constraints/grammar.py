@@ -128,8 +128,8 @@ class Grammar:
         return self.masks[path]
 
     def _answer(self, tokens: Sequence[int]) -> Sequence[int] | None:
-        """Those of the next tokens that come after the thought; None if they do not end it."""
-        if self.thought is None:
+        """Those of the next tokens that follow `</think>`; None if the thought goes on."""
+        if self.thought is None:  # not in a thought, of which it has the tokens so far
             return tokens
         before = self.thought[-len(CLOSED) :]  # `</think>` may take several tokens
         for count in range(1, len(tokens) + 1):

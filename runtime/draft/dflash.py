@@ -60,7 +60,7 @@ class DFlashDrafter(HiddenStateDrafter):
         nothing = tensors.nodes[:0]
         draft_pass = self.block_pass(
             tensors,
-            torch.arange(self.model.block.levels, device=nothing.device),
+            logit_rows=torch.arange(self.model.block.levels, device=nothing.device),
             num_parents=1,
             draw_index=nothing,
             new_nodes=nothing,

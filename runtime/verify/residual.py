@@ -137,18 +137,17 @@ class Residual:
                 by_tensors()
 
     def _reject_by_tensors(self, rank: int, rows: slice) -> None:
-        """Test and reject the child of this rank of each node; updates `state` in place."""
+        """Reject the children of one rank, those of the nodes in `rows`: see `reject_children`."""
         tiny, largest = torch.finfo(self.p.dtype).tiny, torch.finfo(self.p.dtype).max
-        terms = self.child_terms[rank, :, rows]
-        p_child, q_child, inverse_d, q_factor, uniform_factor = terms.unbind()
-        c, e, a, scale = self.state[:4, rows].unbind()  # views: updated in place
+        p_child, q_child, inverse_d, to_c, to_e = self.child_terms[rank, :, rows].unbind()
+        c, e, a, scale = self.state[:4, rows].unbind()  # updated in place; scale = a / mass of R
         r_child = torch.addcmul(p_child, c, q_child, value=-1).sub_(e)
         self.accept_probs[rank, rows] = r_child.mul_(scale).mul_(inverse_d).clamp_(0, 1)
         divisor = scale.clamp(min=tiny)
-        c.addcdiv_(q_factor, divisor).clamp_(max=largest)  # infinity times 0 is NaN
-        e.addcdiv_(uniform_factor, divisor)
+        c.addcdiv_(to_c, divisor).clamp_(max=largest)  # infinity times 0 is NaN
+        e.addcdiv_(to_e, divisor)
         mass = _residual_masses(self.p[rows], self.q[rows], c, e)
-        mass.add_(self.uncovered_mass[rows]).mul_(scale)
+        mass.add_(self.uncovered_mass[rows]).mul_(scale)  # S
         total = (1 - a).add_(mass).clamp_(min=tiny)
         a.copy_(mass.div_(total))
         scale.div_(total).clamp_(max=largest)

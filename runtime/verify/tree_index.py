@@ -116,9 +116,9 @@ class TreeIndex:
     def stars(cls, roots: int, children: int, device: torch.device | str = "cpu") -> TreeIndex:
         """So many one-level trees side by side, to verify independent nodes at once.
 
-        Nodes 0 to roots - 1 are the roots, then each root's children follow. This is for verifiers
-        that use `together`. In their `Acceptance.end_probs`, those of each root and its children
-        add up to 1.
+        Nodes 0 to roots - 1 are the roots, then each root's children follow. Only verifiers that
+        use the order `together` take several roots. In their `Acceptance.end_probs`, those of each
+        root and its children add up to 1.
         """
         # no parent or rank of a root is used: `end_probs` takes the probability to reach it as 1
         each_root, each_child = np.ones(roots, np.int64), np.ones(roots * children, np.int64)

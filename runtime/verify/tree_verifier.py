@@ -28,7 +28,7 @@ def most_probable_tokens(logits: Tensor) -> Tensor:
 
 
 class TreeVerifier:
-    """Verifies one tree. `d2t` int64 [draft vocabulary].
+    """Verifies one tree. `d2t` int64 [draft vocabulary]: the target's token for each.
 
     `observe`, if set, is called with the `DrawnTree` before each verification.
     """
@@ -37,9 +37,10 @@ class TreeVerifier:
 
     def __init__(self, tree: TokenTree, device: torch.device, d2t: Tensor | None = None) -> None:
         self.index, self.d2t = TreeIndex.of(tree, device), d2t
-        self.looks_up = tree.looks_up
+        self.looks_up = tree.looks_up  # are the spine's tokens looked up, and not drafted?
         self.nodes = torch.arange(tree.size, device=device)
-        spine = np.flatnonzero(tree.classes == 0)[1:]  # the nodes on the spine below the root
+        # the spine is class 0: the root, which is left out here, its first child, that one's, ...
+        spine = np.flatnonzero(tree.classes == 0)[1:]
         self.spine = torch.as_tensor(spine, device=device)
 
     def __call__(

@@ -24,7 +24,7 @@ from sequoia_plan.profiler.latency import MAX_ROUNDS, MIN_ROUNDS, LatencyMeter
 from sequoia_plan.profiler.measure import measure
 from sequoia_plan.profiler.size_timer import MAX_OVERHEAD_SIZE, SizeTimer
 from sequoia_plan.profiler.timing import drift_free_quartiles
-from sequoia_plan.profiler.verification import VerificationTimer, fit
+from sequoia_plan.profiler.verification import VerificationTimer, fit_cost
 from sequoia_plan.runtime import Sampling
 from sequoia_plan.runtime.captured_step import CapturedStep
 
@@ -181,7 +181,7 @@ def test_verification_is_fitted_to_the_times_of_trees(pair, costs, monkeypatch):
 def test_the_fit_has_no_negative_term(seconds, kept):
     """Where the unconstrained solution is negative, ours is the best without."""
     sizes = np.array([2, 4, 6, 8])
-    cost = fit(dict(zip(map(TokenTree.chain, sizes.tolist()), seconds, strict=True)), {})
+    cost = fit_cost(dict(zip(map(TokenTree.chain, sizes.tolist()), seconds, strict=True)), {})
     relative = (np.ones(4) if kept == "base" else sizes - 1.0) / np.array(seconds)
     assert getattr(cost, kept) == pytest.approx(relative.sum() / (relative @ relative))
     assert {cost.base, cost.by_node} == {getattr(cost, kept), 0.0}

@@ -71,32 +71,30 @@ class FoldedTail:
 
 
 def fold_tail(rates: Floats, num_passes: int, tail_charges: Floats) -> FoldedTail:
-    """Fold the tails of trees with J draft passes.
+    """Fold the tails of trees with J = `num_passes` draft passes.
 
-    For every number of children of the spine's node on level J - 1, the best part of them stands
-    for the tail: its first nodes and the first drafted children that have the most value together.
-    The first child is always the looked-up one. `rates` float64 [levels, 2, branching];
-    `tail_charges` float64 [tail nodes]: expected tokens that catching up costs after a tail of 1,
-    2, ... nodes, more than after one.
+    Of n children of the spine's node on level J - 1, k stand for the first k nodes of the tail, and
+    n - k for drafted children: the k >= 1 is taken that gives them the most value. In the folded
+    rates, that of rank n is what the n-th child adds to this value. `rates` float64 [levels, 2,
+    branching]; `tail_charges` float64 [tail nodes]: expected tokens that catching up costs after a
+    tail of 1, 2, ... nodes, more than after one.
     """
     branching = rates.shape[2]
     last_level = num_passes - 1
-    on_spine = rates[:, 0, 0]
+    on_spine = rates[:, 0, 0]  # of the looked-up child
     tail = np.cumprod(on_spine[last_level : last_level + len(tail_charges)])
-    # The rates' probabilities are relative to the value of the parent, the spine's last node above
-    # the tail. A parent that is never accepted has no use for a tail.
+    # Rates are relative to the value of the node on level J - 1; one of value 0 needs no tail.
     parent_value = max(float(np.prod(on_spine[:last_level])), 1e-300)
-    drafted = rates[last_level, 0, 1:]
-    tail_sums = np.cumsum(tail) - tail_charges / parent_value
-    drafted_sums = np.append(0.0, np.cumsum(drafted))
+    tail_sums = np.cumsum(tail) - tail_charges / parent_value  # of 1, 2, ... nodes of the tail
+    drafted_sums = np.append(0.0, np.cumsum(rates[last_level, 0, 1:]))  # of 0, 1, ... children
     totals = tail_sums[:, None] + drafted_sums  # [tail nodes - 1, drafted children]
-    # most value, and nodes of the tail and drafted children that have it, of 0, 1, ... children
-    choices = [(0.0, 0, 0)]
+    # for n = 0, 1, ...: the most value, and the nodes of the tail and drafted children that have it
+    choices = [(0.0, 0, 0)]  # values never fall: a further child may stand for nothing
     for count in range(1, len(tail) + branching):
-        num_siblings = np.arange(max(0, count - len(tail)), min(branching, count))
-        sums = totals[count - num_siblings - 1, num_siblings]
+        possible_drafted = np.arange(max(0, count - len(tail)), min(branching, count))
+        sums = totals[count - possible_drafted - 1, possible_drafted]
         best = int(np.argmax(sums))
-        num_drafted = int(num_siblings[best])
+        num_drafted = int(possible_drafted[best])
         choice = float(sums[best]), count - num_drafted, num_drafted
         choices.append(max(choices[-1], choice, key=lambda choice: choice[0]))
     best_sums, tail_lengths, nums_drafted = map(np.array, zip(*choices, strict=True))
@@ -131,19 +129,19 @@ def fastest_looked_up_tree(problem: SpeedProblem, start: FastestTree) -> Fastest
     candidates = []
     for num_passes in _numbers_of_passes(problem):
         max_tail = min(max_levels - num_passes + 1, max_size - num_passes)
-        unread = [
+        unread = [  # tokens that the draft must catch up with after a tail of n nodes
             times.drafting.num_unread(num_passes + n, num_passes) for n in range(1, max_tail + 1)
         ]
-        seconds = np.array(problem.catch_up)[np.minimum(unread, len(problem.catch_up) - 1)]
+        catch_up = np.array(problem.catch_up)[np.minimum(unread, len(problem.catch_up) - 1)]
         # Where one pass serves all levels, a search has trees of fewer levels that matter as well.
         least_depth = num_passes + 1 if times.drafting.drafts_by_level else 2
         # A tree faster than `start` is charged at least this much for its tail.
-        folded = fold_tail(problem.rates, num_passes, start.speed * (seconds - seconds[0]))
+        folded = fold_tail(problem.rates, num_passes, start.speed * (catch_up - catch_up[0]))
         folded_problem = replace(
             problem,
             rates=folded.rates,
-            other_seconds=problem.other_seconds + float(seconds[0]),
-            catch_up=(0.0,),
+            other_seconds=problem.other_seconds + float(catch_up[0]),  # after a tail of one node
+            catch_up=(0.0,),  # what longer tails take beyond that is charged in `rates`
         )
         candidates.append((folded_problem.quick_bound(least_depth), folded, folded_problem))
     bound = best.speed
