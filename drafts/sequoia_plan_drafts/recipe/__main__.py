@@ -137,3 +137,5 @@ except SequoiaPlanError as error:
     sys.exit(error.exit_code)
 except KeyboardInterrupt:
     sys.exit("Aborted!")
+finally:  # a process may go on after it
+    torch.set_flush_denormal(False)

@@ -17,7 +17,6 @@ EVALUATION_INTERVAL = 100
 """Steps between two evaluations on the held-out conversations; each also saves the draft."""
 EVALUATION_BATCH = 16
 """Conversations in a batch of an evaluation."""
-WEIGHT_DECAY = 0.05
 CHAIN_DECAY = 0.8
 """A token of a chain counts so many times what the one before it counts."""
 DIVERGENCE_WEIGHT = 0.3
@@ -72,7 +71,7 @@ class Training:
         training_indices, held_out_indices = self.text.split(settings.held_out)
         parameters = [weight for weight in self.draft.parameters() if weight.requires_grad]
         optimiser = torch.optim.AdamW(
-            parameters, settings.learning_rate, (0.9, 0.95), weight_decay=WEIGHT_DECAY
+            parameters, settings.learning_rate, (0.9, 0.95), weight_decay=0.05
         )
         schedule = get_cosine_schedule_with_warmup(
             optimiser, settings.steps // 10 + 1, settings.steps
@@ -99,7 +98,7 @@ class Training:
                 continue
             with products():
                 held_out = self.text.batches(held_out_indices, EVALUATION_BATCH)
-                agreement = [round(share, 4) for share in self.top1_agreement(held_out)]
+                agreement = self.top1_agreement(held_out)
             seconds = time.perf_counter() - started
             print(
                 f"step {step + 1}: loss {mean_loss:.3f}, held-out top-1 agreement {agreement}, "
@@ -135,7 +134,7 @@ class Training:
             answer_tokens += expected.numel()
             for place, logits in enumerate(self.logits(batch, self.chain)):
                 agreements[place] += int((logits.argmax(-1) == expected).sum())
-        return [count / answer_tokens for count in agreements]
+        return [round(count / answer_tokens, 4) for count in agreements]
 
 
 def chain_losses(
