@@ -99,6 +99,6 @@ def test_the_notebook_runs(pair, monkeypatch, capsys):
     pyplot.close("all")
     assert len(pictures) == 4
     predicted, _, measured = pictures[3][0].lines
-    assert predicted.get_ydata()[0] == names["plan"].median_speedup
+    assert predicted.get_ydata()[0] == names["promised"]
     assert len(measured.get_ydata()) == 2
     assert "2 of 2 texts are the same" in capsys.readouterr().out  # the pair is in float32
