@@ -109,7 +109,8 @@ def fused_layer_error(
         1, TREE.size, original.self_attn.head_dim // 2, generator=generator, dtype=torch.float32
     )
     angles = torch.cat((angles, angles), -1).to(device) * torch.pi
-    mask = additive_mask(torch.tensor(TREE.attention_mask), torch.float32).to(device)
+    position_embeddings = angles.cos(), angles.sin()
+    mask = additive_mask(torch.tensor(TREE.attention_mask), torch.float32).to(device)[None, None]
 
     def added_states(module: DecoderLayer | FusedLayer) -> tuple[Tensor, Tensor]:
         """What attention, and what the MLP, adds to hidden states: [tokens, width] each."""
@@ -118,8 +119,8 @@ def fused_layer_error(
             hidden_states = module.input_layernorm(hidden_states)
         attended = module.self_attn(
             hidden_states=hidden_states,
-            attention_mask=mask[None, None],
-            position_embeddings=(angles.cos(), angles.sin()),
+            attention_mask=mask,
+            position_embeddings=position_embeddings,
         )[0]
         normed = module.post_attention_layernorm(rows[..., :width].to(device))
         return attended[0], module.mlp(normed)[0]

@@ -6,7 +6,7 @@ the file's bits of 32 rows, with those of all outputs side by side (see `Format.
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -130,19 +130,18 @@ K_SCALES = (
 """Eight scales and eight offsets of 6 bits, of Q4_K and Q5_K."""
 IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 """What the integers of IQ4_NL and IQ4_XS stand for."""
+KFormat = partial(Format, num_scales=16, scale_planes=(4, 2))
 FORMATS = (
     Format("F32", 1, 4),
     Format("F16", 1, 2),
     Format("BF16", 1, 2),
     Format("Q2_K", 256, 84, (2,), _runs(2, 16, 32), (80, 82), group=16, num_scales=32,
            scale_planes=(4,), scale_runs=_runs(4, 0, 16, 32)),
-    Format("Q3_K", 256, 110, (2, 1), _runs(2, 32, 32) + _runs(1, 0, 32, to=2), (108,), 4, group=16,
-           num_scales=16, scale_planes=(4, 2),
-           scale_runs=_runs(4, 96, 8, 16) + _runs(2, 104, 4, 16, 4), scale_zero=32),
-    Format("Q4_K", 256, 144, (4,), _runs(4, 16, 32), (0, 2), num_scales=16, scale_planes=(4, 2),
-           scale_runs=K_SCALES),
-    Format("Q5_K", 256, 176, (4, 1), _runs(4, 48, 32) + _runs(1, 16, 32, to=4), (0, 2),
-           num_scales=16, scale_planes=(4, 2), scale_runs=K_SCALES),
+    KFormat("Q3_K", 256, 110, (2, 1), _runs(2, 32, 32) + _runs(1, 0, 32, to=2), (108,), 4, group=16,
+            scale_runs=_runs(4, 96, 8, 16) + _runs(2, 104, 4, 16, 4), scale_zero=32),
+    KFormat("Q4_K", 256, 144, (4,), _runs(4, 16, 32), (0, 2), scale_runs=K_SCALES),
+    KFormat("Q5_K", 256, 176, (4, 1), _runs(4, 48, 32) + _runs(1, 16, 32, to=4), (0, 2),
+            scale_runs=K_SCALES),
     Format("Q6_K", 256, 210, (4, 2), _runs(4, 0, 64) + _runs(2, 128, 32, to=4), (208,), 32,
            group=16, num_scales=16, scale_planes=(8,), scale_runs=_runs(8, 192, 16, 16),
            scale_zero=128, scale_flip=128),

@@ -127,17 +127,10 @@ class CompiledStep:
         """
         temperatures = sampling.temperature, sampling.draft_temperature or sampling.temperature
         floats = map(np.float32, (*temperatures, sampling.top_p, sampling.min_p))
+        settings = *floats, sampling.top_k
         rule = GREEDY if sampling.greedy else RULES[sampling.verifier]
         with self.workers.lock:
-            arguments = (
-                decode,
-                self.step,
-                tree,
-                (*floats, sampling.top_k),
-                rule,
-                max_match,
-                num_unread,
-            )
+            arguments = decode, self.step, tree, settings, rule, max_match, num_unread
             if not self.target.reads_embeddings:
                 self.workers.run(*arguments, parts)
             else:  # the host reads embeddings from a file, and waits for the target's weights
