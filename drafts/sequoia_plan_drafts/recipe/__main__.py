@@ -1,8 +1,7 @@
 """Make a draft for a target: `python -m sequoia_plan_drafts.recipe COMMAND --help`.
 
-`text` lets the target write training text; `train` trains a small Llama on it, `eagle3` a draft
-that reads the target's hidden states, and `mtp` a head for the target's own checkpoint.
-docs/draft.md has the whole way.
+`text` lets the target write training text; `train` trains a small Llama on it, and `eagle3` a draft
+that reads the target's hidden states. docs/draft.md has the whole way.
 """
 
 import argparse
@@ -20,9 +19,8 @@ from sequoia_plan.models.backends import COMPILED, load_model
 from sequoia_plan.models.base.dtype import dtype_name
 from sequoia_plan.models.base.loading import Loading
 from sequoia_plan.models.files.pretrained import find_model
-from sequoia_plan_drafts.recipe.eagle3 import ChainRecipe, Eagle3Recipe, train_eagle3
+from sequoia_plan_drafts.recipe.eagle3 import Eagle3Recipe, train_eagle3
 from sequoia_plan_drafts.recipe.language_model import train_language_model
-from sequoia_plan_drafts.recipe.mtp import train_mtp
 from sequoia_plan_drafts.recipe.text import TextRecipe, count_written, write_text
 from sequoia_plan_drafts.recipe.training import TrainingSettings
 from sequoia_plan_drafts.recipe.training_text import TrainingText
@@ -40,7 +38,6 @@ RECIPES: dict[str, tuple[Any, Callable[..., None]]] = {
     "text": (TextRecipe, write_text),
     "train": (TrainingSettings, train_language_model),
     "eagle3": (Eagle3Recipe, train_eagle3),
-    "mtp": (ChainRecipe, train_mtp),
 }
 OPTION_TYPES: dict[type, Callable[[str], Any]] = {
     int: positive_integer,
@@ -55,12 +52,14 @@ HELP = {
     "rows": "conversations written side by side",
     "context": "the most tokens of a conversation",
     "questions": "chat, or code with a third of chat",
-    "hidden_states": "layers whose hidden states are kept for eagle3 or mtp: 0 is the embedding, k "
-    "is the output of layer k, counted from 1; of the last, after the final norm",
+    "hidden_states": "layers whose hidden states are kept for eagle3: 0 is the embedding, k is the "
+    "output of layer k, counted from 1; of the last, after the final norm",
     "draft_vocabulary": "tokens that the draft can propose, those that the target uses most",
     "batch": "conversations in a step",
     "held_out": "conversations, the last ones, to evaluate on",
     "chain": "tokens of a chain that are trained together",
+    "induction_heads": "of the draft's, with --start: those that say least are made to continue "
+    "what repeats itself, and what compares tokens is not trained",
     "inner": "inner width of the draft's layer, at most the target's",
     "bits": "of the matrices in the file, 16 or 8",
     "start": "folder of a trained draft to continue from, with a head for the same tokens",

@@ -17,6 +17,7 @@ from sequoia_plan.runtime.draft.checkpoint import find_checkpoint
 from sequoia_plan.runtime.draft.eagle3_folder import write_eagle3
 from sequoia_plan.runtime.draft.eagle_model import Eagle3, Eagle3Norms
 from sequoia_plan.runtime.draft.from_checkpoint import eagle3_default_layers, load_checkpoint
+from sequoia_plan_drafts.recipe.induction import add_induction_heads, without
 from sequoia_plan_drafts.recipe.training import Training, TrainingSettings, config_like
 from sequoia_plan_drafts.recipe.training_text import DraftVocabulary, TextBatch, TrainingText
 
@@ -28,18 +29,13 @@ COPYING_HEADS_LOGIT_SCALE = 1.2
 
 
 @dataclass(frozen=True)
-class ChainRecipe(TrainingSettings):
-    """How a draft that reads hidden states is made."""
+class Eagle3Recipe(TrainingSettings):
+    """How an EAGLE-3 draft is made: from the folder `start`, or anew."""
 
     steps: int = 3000
     chain: int = 3
-
-
-@dataclass(frozen=True)
-class Eagle3Recipe(ChainRecipe):
-    """How an EAGLE-3 draft is made: from the folder `start`, or anew."""
-
     start: str | None = None
+    induction_heads: int = 0
     inner: int = 4096
     bits: int = 16
 
@@ -60,6 +56,13 @@ def train_eagle3(
     else:
         vocabulary = text.draft_vocabulary(target_tokens, recipe.draft_vocabulary)
         draft = untrained_draft(target, vocabulary, recipe.inner)
+    logits = partial(chain_logits, draft, scale=scale)
+    if recipe.induction_heads:
+        add_induction_heads(draft, target, text, vocabulary, logits, recipe.induction_heads)
+        # the noise of steps would spoil what compares tokens
+        attention = draft.layers[0].self_attn
+        for projection in (draft.fc, attention.q_proj, attention.k_proj):
+            projection.requires_grad_(False)
 
     def save(metadata: dict[str, Any]) -> None:
         """Write the draft, which reads unscaled hidden states, with metadata on how it was made."""
@@ -80,7 +83,7 @@ def train_eagle3(
         recipe,
         vocabulary,
         draft,
-        partial(chain_logits, draft, scale=scale),
+        logits,
         save,
         recipe.chain,
         0 if recipe.start else recipe.steps // 2,
@@ -143,11 +146,9 @@ def _initialise_heads(attention: Any, target: Any, token_probs: Tensor) -> None:
     embeddings = target.get_input_embeddings().weight
     normed = torch.nn.functional.rms_norm(embeddings, (width,))
     frequency = token_probs[:, None]
-    mean = (frequency * normed).sum(0)
     # columns are principal components, the largest first: eigh's eigenvalues ascend
     components = torch.linalg.eigh((frequency * normed).T @ normed)[1].flip(1)[:, columns]
-    # takes the mean's direction out
-    centring = torch.eye(width) - torch.outer(mean, mean) / mean.dot(mean)
+    centring = without(token_probs @ normed)
     embedding_rms = (frequency[:, 0] * embeddings.square().mean(-1).sqrt()).sum()
     projections = torch.linalg.qr(torch.randn(num_copying_heads, width, head_dim))[0].mT
 
