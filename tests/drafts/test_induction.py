@@ -1,4 +1,4 @@
-"""Heads that a draft gets: text that repeats itself is expected to, and other text is not."""
+"""Heads that a draft gets: they continue text that repeats itself."""
 
 from functools import partial
 from pathlib import Path
