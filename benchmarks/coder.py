@@ -72,16 +72,15 @@ def methods_of(options: argparse.Namespace, opened: ExitStack) -> dict[str, Deco
     """All methods by name."""
     tokens = options.tokens
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
-    methods = {}
-    pair = load_pair(options.target, "none")
-    methods[PLAIN] = sequoia_method(pair, TokenTree.from_parents([-1]), sampling, tokens)
+    plain = load_pair(options.target, "none"), TokenTree.from_parents([-1])
+    methods = {PLAIN: sequoia_method(*plain, sampling, tokens)}
     sampling = replace(sampling, verifier="traversal" if options.temperature else "sequoia")
-    for name, tree, *draft in (
-        ("EAGLE-3", options.tree),
+    for name, tree, draft in (
+        ("EAGLE-3", options.tree, None),
         ("0.5B, head cut", options.draft_tree, options.draft),
     ):
         if tree:
-            pair = load_pair(options.target, *draft, draft_vocabulary=CODER_DRAFT)
+            pair = load_pair(options.target, draft, draft_vocabulary=draft and CODER_DRAFT)
             methods[f"tree, {name}"] = sequoia_method(pair, load_tree(tree), sampling, tokens)
     if options.llamacpp and not options.temperature:
         build = find_build(str(options.llamacpp / "llama-server"), "draft-simple")

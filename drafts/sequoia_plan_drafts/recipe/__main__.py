@@ -53,7 +53,7 @@ HELP = {
     "context": "the most tokens of a conversation",
     "questions": "chat, or code with a third of chat",
     "hidden_states": "layers whose hidden states are kept for eagle3: 0 is the embedding, k is the "
-    "output of layer k, counted from 1; of the last, after the final norm",
+    "output of layer k, counted from 1",
     "draft_vocabulary": "tokens that the draft can propose, those that the target uses most",
     "batch": "conversations in a step",
     "held_out": "conversations, the last ones, to evaluate on",

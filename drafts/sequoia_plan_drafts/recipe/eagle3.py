@@ -59,8 +59,9 @@ def train_eagle3(
     logits = partial(chain_logits, draft, scale=scale)
     if recipe.induction_heads:
         add_induction_heads(draft, target, text, vocabulary, logits, recipe.induction_heads)
-        # the noise of steps would spoil what compares tokens
-        attention = draft.layers[0].self_attn
+    attention = draft.layers[0].self_attn
+    # induction heads have rows of zeros; the noise of steps would spoil what compares tokens
+    if not attention.q_proj.weight.any(1).all():
         for projection in (draft.fc, attention.q_proj, attention.k_proj):
             projection.requires_grad_(False)
 

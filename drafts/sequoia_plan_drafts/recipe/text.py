@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sequoia_plan.artifacts import ArgumentError, SequoiaPlanError
 from sequoia_plan.artifacts.files import check_new_folder, write_atomically
-from sequoia_plan.models.base.architecture import AFTER_FINAL_NORM
 from sequoia_plan.models.base.masks import additive_mask
 from sequoia_plan.models.loaded_model import LoadedModel
 from sequoia_plan.profiler.prompts import encode
@@ -118,9 +117,7 @@ class Writer:
         self.codes: deque[str] = deque(maxlen=MAX_PASSAGES)
         self.markers = markers_of(self.tokenizer)  # around what is filled in
         self.cache = target.new_cache(recipe.rows * recipe.context)
-        last = target.config.num_hidden_layers  # that one is taken after the final norm
-        self.hidden_states = [AFTER_FINAL_NORM if k == last else k for k in recipe.hidden_states]
-        target.backend.prepare(self.hidden_states)
+        target.backend.prepare(recipe.hidden_states)
         self.ends = end_tokens(None, target, self.tokenizer)
         least = 2 * len(encode(self.tokenizer, ""))
         if not least <= recipe.context <= target.context:
@@ -206,7 +203,7 @@ class Writer:
         visible = (columns <= slot[:, None]) & (columns >= start[:, None])
         output = self.target(
             self.cache, torch.tensor(tokens), position, slot,
-            additive_mask(visible, self.target.dtype), hidden_states=self.hidden_states,
+            additive_mask(visible, self.target.dtype), hidden_states=self.recipe.hidden_states,
         )  # fmt: skip
         logits = output.logits.float()
         top_logits, top_ids = logits.topk(TOP)
