@@ -72,8 +72,8 @@ def methods_of(options: argparse.Namespace, opened: ExitStack) -> dict[str, Deco
     """All methods by name."""
     tokens = options.tokens
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
-    plain = load_pair(options.target, "none"), TokenTree.from_parents([-1])
-    methods = {PLAIN: sequoia_method(*plain, sampling, tokens)}
+    pair = load_pair(options.target, "none")
+    methods = {PLAIN: sequoia_method(pair, TokenTree.from_parents([-1]), sampling, tokens)}
     sampling = replace(sampling, verifier="traversal" if options.temperature else "sequoia")
     for name, tree, draft in (
         ("EAGLE-3", options.tree, None),
