@@ -42,21 +42,22 @@ CHUNK_BYTES = 1 << 24  # rows are packed so many bytes at a time
 class Storage:
     """How matrices are stored: as they are, in a dtype, or rounded to 8 or 4 bits.
 
-    The output head is rounded to 8 bits at least, because it loses the most.
+    A target's output head is rounded to 8 bits, because it loses the most.
     """
 
     dtype: torch.dtype | None = None
     bits: int | None = None
+    head_bits: int = 8
 
     def of(self, name: str, matrix: StoredMatrix) -> StoredMatrix:
         """The matrix with this name, converted when its rows are read."""
         if self.bits and name != EMBEDDING:
-            bits = 8 if name == HEAD else self.bits
+            bits = self.head_bits if name == HEAD else self.bits
             return StoredMatrix(
-                {8: "Q8_0", 4: "Q4_1"}[bits],
+                "Q8_0" if bits == 8 else "Q4_1",
                 matrix.outputs,
                 matrix.inputs,
-                lambda first, end: round_rows(matrix.dense(first, end).numpy(), bits),
+                lambda *rows: round_rows(matrix.dense(*rows).numpy(), bits),
             )
         return matrix.in_dtype(self.dtype) if self.dtype else matrix
 
@@ -109,9 +110,8 @@ def fill_from(source: WeightSource, storage: Storage) -> Callable[[str, Bytes], 
 
 def pack_into(matrix: StoredMatrix, memory: Bytes) -> Matrix:
     """Pack a matrix into memory, uint8 of the size of its tiles; some rows at a time are read."""
-    place = place_of(matrix)
-    tiles, format = memory.reshape(place.shape), format_number(matrix.format)
-    rows_at_once = max(1, CHUNK_BYTES // tile_bytes(format, matrix.inputs)) * OUTPUTS
+    tiles, format = memory.reshape(place_of(matrix).shape), format_number(matrix.format)
+    rows_at_once = max(1, CHUNK_BYTES // tiles.shape[1]) * OUTPUTS
     for first in range(0, matrix.outputs, rows_at_once):
         end = min(first + rows_at_once, matrix.outputs)
         their_tiles = tiles[first // OUTPUTS : -(-end // OUTPUTS)]

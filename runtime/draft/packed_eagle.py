@@ -25,11 +25,11 @@ from sequoia_plan.models.packed.packed_pass import (
 from sequoia_plan.models.packed.tiles import Matrix
 from sequoia_plan.models.packed.weights import PackedWeights, Storage, model_of, packed_in_memory
 
-IN_8_BITS = Storage(bits=8)
+IN_4_BITS = Storage(bits=4, head_bits=4)
 
 
 class PackedEagle:
-    """Runs an EAGLE-3 draft by the packed pass, in 8 bits; methods are as in `HiddenStateDraft`."""
+    """Runs an EAGLE-3 draft by the packed pass, in 4 bits; methods are as in `HiddenStateDraft`."""
 
     feature_dtype = torch.float32
     notes_finite, traits = True, Traits(is_compiled=True, reads_features=True)
@@ -46,7 +46,7 @@ class PackedEagle:
         return self.draft.weight_memory()
 
     def metadata(self) -> dict[str, object]:
-        return module_metadata(self.draft) | {"placement": "compiled", "weights": "Q8_0"}
+        return module_metadata(self.draft) | {"placement": "compiled", "weights": "Q4_1"}
 
     def __getstate__(self) -> dict[str, object]:
         """For pickle and copies: the copy of the draft, whose weights `check` packs."""
@@ -61,7 +61,7 @@ class PackedEagle:
             name if name.startswith("lm_head.") else f"model.{name}": tensor
             for name, tensor in source.tensors.items()
         }
-        self.weights = packed_in_memory(source, IN_8_BITS)
+        self.weights = packed_in_memory(source, IN_4_BITS)
         model = model_of(self.weights, config, config.head_dim, dtype.itemsize)
         self.fc = self.weights.matrix("model.fc.weight")
         # for prompts; in a step the target's workers run its passes
