@@ -251,10 +251,9 @@ def drafted(pair, prompt, tree=None):
         return own_tree, torch.cat(logits_of_tree(step.drafter, step.sequence, TREE))
 
 
-@pytest.mark.parametrize("storage", [eagle.IN_4_BITS, eagle.Storage(torch.float32)])
+@pytest.mark.parametrize("storage", [eagle.Storage(bits=8), eagle.Storage(torch.float32)])
 def test_a_compiled_eagle_draft_drafts_as_its_modules(storage, monkeypatch):
     """After long prompts, and after those that are shorter than what a first pass reads."""
-    is_exact = storage.dtype == torch.float32
     monkeypatch.setattr(eagle, "IN_4_BITS", storage)
     resident = load_pair(dtype="float32", placement="resident")
     compiled = load_pair(dtype="float32")
@@ -262,9 +261,9 @@ def test_a_compiled_eagle_draft_drafts_as_its_modules(storage, monkeypatch):
         prompt = torch.arange(300, 300 + count)
         tree, expected = drafted(resident, prompt)
         own_tree, logits = drafted(compiled, prompt, tree)
-        assert relative_error(logits, expected) < (1e-4 if is_exact else 0.3)
-        assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
-        assert own_tree == tree or not is_exact
+        assert relative_error(logits, expected) < (0.03 if storage.bits else 1e-4)
+        assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.7
+        assert own_tree == tree or storage.bits
 
 
 @pytest.mark.parametrize("bits", [8, 4])
